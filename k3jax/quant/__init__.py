@@ -1,0 +1,1 @@
+"""The number formats of weights and activations, as types."""

@@ -1,0 +1,1 @@
+"""Talking to the device: kernels, their compilation, and the custom call that launches them."""

@@ -1,0 +1,136 @@
+"""What one custom call does on the device: a chain of kernel launches on one stream, as data.
+
+A `Program` is the single description that every consumer reads: `runtime.ffi` lowers it to one XLA
+custom call, `runtime.compile` compiles the kernels in it, the tests' PTX emulator executes it on
+NumPy arrays, and `k3jax kernels` prints what its machine code holds. It imports neither jax nor the
+CuTe DSL.
+
+A kernel is a frozen dataclass of static facts deriving from `Kernel`; its `device` method is the
+CuTe DSL device code. Device code sees 64-bit addresses and scalars only, never tensor objects, so
+that the parameter block of the compiled code is exactly `Kernel.parameters` and anyone can launch
+it: XLA's stream, a debugger's harness, or the emulator.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+ParameterType = Literal["address", "int32", "float32"]
+
+
+class Kernel:
+    """Base of all kernels: subclass it as a frozen dataclass whose fields are compile-time facts.
+
+    Two kernels compile to the same code if and only if their class and fields are equal.
+
+    Attributes:
+        parameters: (name, type) of each parameter of `device`, in order.
+        threads: threads in a block.
+        cluster: blocks in a cluster, (x, y, z).
+        shared_bytes: bytes of dynamic shared memory of a block.
+    """
+
+    parameters: ClassVar[tuple[tuple[str, ParameterType], ...]]
+    threads: int
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    shared_bytes: int = 0
+    device: Any
+    """The `@cute.kernel` method: `device(self, *parameters)`."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """The device address of the custom call's operand `index`, `offset` bytes in."""
+
+    index: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Result:
+    """The device address of the custom call's result `index`, `offset` bytes in."""
+
+    index: int
+    offset: int = 0
+
+
+Argument = Operand | Result | int | float
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch of a program.
+
+    Attributes:
+        kernel: what to launch.
+        grid: blocks, (x, y, z).
+        arguments: one value for each of `kernel.parameters`.
+        overlaps_previous: launch with programmatic stream serialisation: blocks may start once
+            every block of the previous launch has triggered or exited, and must execute
+            `griddepcontrol.wait` before they touch what that launch writes.
+    """
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    arguments: tuple[Argument, ...]
+    overlaps_previous: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks the arguments against the kernel's parameters."""
+        names = [name for name, _ in self.kernel.parameters]
+        if len(names) != len(self.arguments):
+            raise TypeError(
+                f"{type(self.kernel).__name__} takes {len(names)} arguments {names}, "
+                f"got {len(self.arguments)}"
+            )
+        for (name, kind), value in zip(self.kernel.parameters, self.arguments, strict=True):
+            wanted = {"address": (Operand, Result), "int32": int, "float32": float}[kind]
+            if not isinstance(value, wanted):
+                raise TypeError(
+                    f"{type(self.kernel).__name__}: parameter {name!r} is {kind}, got {value!r}"
+                )
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """Shape and NumPy dtype of an operand or result; row-major and contiguous."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the array in device memory."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Program:
+    """One custom call.
+
+    Attributes:
+        name: shown in profiles, errors and HLO.
+        launches: in stream order.
+        operands: what the call reads.
+        results: what the call writes, scratch last. Results start with undefined contents.
+        num_scratch: how many trailing results are scratch, dropped by the caller.
+    """
+
+    name: str
+    launches: tuple[Launch, ...]
+    operands: tuple[ArraySpec, ...]
+    results: tuple[ArraySpec, ...]
+    num_scratch: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks that every address lies inside its array."""
+        for launch in self.launches:
+            for value in launch.arguments:
+                if isinstance(value, Operand | Result):
+                    arrays = self.operands if isinstance(value, Operand) else self.results
+                    if not 0 <= value.index < len(arrays):
+                        raise ValueError(f"{self.name}: {value} but there are {len(arrays)} arrays")
+                    if not 0 <= value.offset <= arrays[value.index].num_bytes:
+                        raise ValueError(f"{self.name}: {value} lies outside {arrays[value.index]}")
