@@ -1,0 +1,61 @@
+"""The routed experts in plain JAX: the specification of every implementation."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from k3jax.ops.activation import situ_glu
+from k3jax.params import ExpertParams
+
+
+def expert(z: jax.Array, params: ExpertParams, index, betas) -> jax.Array:
+    """Rows z [N, L] through expert `index`: bfloat16 [N, L], rounded where W4A16 rounds.
+
+        g = r(z W1^T), u = r(z W3^T), h = r(SiTU(g, u)), y = r(h W2^T)
+
+    with r() rounding to bfloat16 and every sum in float32.
+    """
+
+    def linear(rows, matrix):
+        weight = matrix[index].dequantize()
+        return jnp.einsum("nk,mk->nm", rows, weight, preferred_element_type=jnp.float32)
+
+    gate = linear(z, params.w1).astype(jnp.bfloat16)
+    up = linear(z, params.w3).astype(jnp.bfloat16)
+    hidden = situ_glu(gate, up, *betas).astype(jnp.bfloat16)
+    return linear(hidden, params.w2).astype(jnp.bfloat16)
+
+
+def rows(z: jax.Array, ids: jax.Array, params: ExpertParams, betas) -> jax.Array:
+    """One unweighted row a slot: bfloat16 [T, K, L]; slots with id -1 are zero."""
+
+    def route(token_and_id):
+        row, index = token_and_id
+        y = expert(row[None], params, jnp.maximum(index, 0), betas)[0]
+        return jnp.where(index >= 0, y, 0)
+
+    repeated = jnp.repeat(z, ids.shape[1], axis=0)
+    return lax.map(route, (repeated, ids.reshape(-1))).reshape(*ids.shape, z.shape[1])
+
+
+def combine(rows: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+    """Weighted sum of rows [T, K, L] over the slots in order 0..K-1: float32, rounded once."""
+    total = jnp.zeros_like(rows[:, 0], dtype=jnp.float32)
+    for slot in range(rows.shape[1]):
+        used = (ids[:, slot] >= 0)[:, None]
+        term = weights[:, slot, None] * rows[:, slot].astype(jnp.float32)
+        total = total + jnp.where(used, term, 0.0)
+    return total.astype(jnp.bfloat16)
+
+
+def routed_experts(z, ids, weights, params: ExpertParams, betas) -> jax.Array:
+    """sum_k weights[:, k] * expert_{ids[:, k]}(z): bfloat16 [T, L].
+
+    Args:
+        z: bfloat16 [T, L].
+        ids: int32 [T, K]; -1 is dropped.
+        weights: float32 [T, K].
+        params: the experts in checkpoint order.
+        betas: (beta, linear_beta) of SiTU.
+    """
+    return combine(rows(z, ids, params, betas), ids, weights)

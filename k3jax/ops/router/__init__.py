@@ -1,0 +1,1 @@
+"""The router: which experts a token visits, and with which weights."""

@@ -1,0 +1,1 @@
+"""The latent tail: reduce over ranks, norm, up-projection, shared add."""

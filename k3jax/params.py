@@ -1,0 +1,203 @@
+"""Parameters of one MoE layer, as a pytree that carries the checkpoint's names."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from k3jax.config import MXFP4_GROUP_SIZE, MoEConfig
+from k3jax.quant import mxfp4
+from k3jax.quant.mxfp4 import Mxfp4Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class GateParams:
+    """The router: weight bfloat16 [E, H], e_score_correction_bias float32 [E]."""
+
+    weight: jax.Array
+    e_score_correction_bias: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ExpertParams:
+    """The routed experts, stacked: w1 (gate) and w3 (up) [E, I, L], w2 (down) [E, L, I]."""
+
+    w1: Mxfp4Array
+    w3: Mxfp4Array
+    w2: Mxfp4Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SharedExpertParams:
+    """The shared expert, bfloat16: gate_proj and up_proj [S, H], down_proj [H, S]."""
+
+    gate_proj: jax.Array
+    up_proj: jax.Array
+    down_proj: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MoEParams:
+    """All parameters of one layer.
+
+    Attributes:
+        gate: the router.
+        routed_expert_down_proj: bfloat16 [L, H], into the latent.
+        experts: the routed experts.
+        routed_expert_norm: bfloat16 [L], or None if the config has no latent norm.
+        routed_expert_up_proj: bfloat16 [H, L], out of the latent.
+        shared_experts: the shared expert, or None.
+    """
+
+    gate: GateParams
+    routed_expert_down_proj: jax.Array
+    experts: ExpertParams
+    routed_expert_norm: jax.Array | None
+    routed_expert_up_proj: jax.Array
+    shared_experts: SharedExpertParams | None
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """One leaf of `MoEParams`.
+
+    Attributes:
+        name: path in the pytree, which is the checkpoint's name without the expert number.
+        shape: global shape.
+        dtype: of the array.
+        sharded_axis: axis that is split over ranks, or None for a replicated array.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    sharded_axis: int | None = None
+
+    def spec(self, axis_name: str) -> P:
+        """The PartitionSpec with the split axis on mesh axis `axis_name`."""
+        if self.sharded_axis is None:
+            return P()
+        return P(*([None] * self.sharded_axis), axis_name)
+
+
+def param_infos(config: MoEConfig) -> MoEParams:
+    """A pytree like `MoEParams` whose leaves are the `ParamInfo` of each array."""
+    H, L, E = config.hidden_size, config.latent_size, config.num_experts
+    I, S = config.expert_intermediate_size, config.shared_intermediate_size  # noqa: E741
+
+    def dense(name, *shape, sharded=None):
+        return ParamInfo(name, shape, jnp.bfloat16, sharded)
+
+    def mxfp4(name, *shape, sharded):
+        return Mxfp4Array(
+            ParamInfo(f"{name}.packed", (*shape[:-1], shape[-1] // 2), jnp.uint8, sharded),
+            ParamInfo(
+                f"{name}.scale", (*shape[:-1], shape[-1] // MXFP4_GROUP_SIZE), jnp.uint8, sharded
+            ),
+        )
+
+    shared = SharedExpertParams(
+        dense("shared_experts.gate_proj", S, H, sharded=0),
+        dense("shared_experts.up_proj", S, H, sharded=0),
+        dense("shared_experts.down_proj", H, S, sharded=1),
+    )
+    return MoEParams(
+        gate=GateParams(
+            dense("gate.weight", E, H), ParamInfo("gate.e_score_correction_bias", (E,), jnp.float32)
+        ),
+        routed_expert_down_proj=dense("routed_expert_down_proj", L, H),
+        experts=ExpertParams(
+            w1=mxfp4("experts.w1", E, I, L, sharded=1),
+            w3=mxfp4("experts.w3", E, I, L, sharded=1),
+            w2=mxfp4("experts.w2", E, L, I, sharded=2),
+        ),
+        routed_expert_norm=dense("routed_expert_norm", L) if config.latent_norm else None,
+        routed_expert_up_proj=dense("routed_expert_up_proj", H, L),
+        shared_experts=shared if S else None,
+    )
+
+
+def map_infos(function: Callable[..., Any], config: MoEConfig, *trees: MoEParams) -> MoEParams:
+    """`jax.tree.map` over the infos of `config` and further pytrees of the same structure."""
+    return jax.tree.map(function, param_infos(config), *trees)
+
+
+def iter_infos(config: MoEConfig) -> Iterator[ParamInfo]:
+    """The infos of all arrays."""
+    return iter(jax.tree.leaves(param_infos(config)))
+
+
+def param_specs(config: MoEConfig, axis_name: str) -> MoEParams:
+    """PartitionSpec of each array, for tensor parallelism on mesh axis `axis_name`.
+
+    Expert and shared gate/up are split by rows, expert and shared down by columns (whole MXFP4
+    groups); router, latent projections and norm are replicated.
+    """
+    return map_infos(lambda info: info.spec(axis_name), config)
+
+
+def abstract_params(config: MoEConfig) -> MoEParams:
+    """The `jax.ShapeDtypeStruct` of each array."""
+    return map_infos(lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype), config)
+
+
+def init_params(config: MoEConfig, key: jax.Array) -> MoEParams:
+    """Random parameters: normal, with the variance that keeps activations near 1.
+
+    The latent norm's gain is drawn around 1 and the router's bias around 0, so that neither is
+    trivial. Experts are drawn and rounded to MXFP4 one at a time.
+    """
+    nodes, tree = jax.tree.flatten(
+        param_infos(config), is_leaf=lambda node: isinstance(node, Mxfp4Array)
+    )
+    keys = jax.random.split(key, len(nodes))
+    return jax.tree.unflatten(tree, [_init(n, k) for n, k in zip(nodes, keys, strict=True)])
+
+
+def _init(node: ParamInfo | Mxfp4Array, key: jax.Array) -> jax.Array | Mxfp4Array:
+    if isinstance(node, Mxfp4Array):
+        num_experts, rows, half = node.packed.shape
+
+        def one(expert_key):
+            return mxfp4.quantize(
+                jax.random.normal(expert_key, (rows, 2 * half)) / (2 * half) ** 0.5
+            )
+
+        return jax.lax.map(one, jax.random.split(key, num_experts))
+    draw = jax.random.normal(key, node.shape)
+    if node.name == "routed_expert_norm":
+        return (1 + 0.1 * draw).astype(node.dtype)
+    if node.name == "gate.e_score_correction_bias":
+        return 0.01 * draw
+    return (draw / node.shape[-1] ** 0.5).astype(node.dtype)
+
+
+def check_params(params: MoEParams, config: MoEConfig) -> None:
+    """Raises TypeError or ValueError, naming the array, unless `params` fits `config`."""
+    want = jax.tree.structure(param_infos(config))
+    got = jax.tree.structure(params)
+    if got != want:
+        raise ValueError(
+            f"params do not have the structure that config asks for (latent_norm="
+            f"{config.latent_norm}, num_shared_experts={config.num_shared_experts}): got {got}"
+        )
+
+    def check(info: ParamInfo, array) -> None:
+        if array.dtype != info.dtype:
+            hint = "; MXFP4 bytes hold two codes: reinterpret, never convert" * (
+                info.dtype == jnp.uint8
+            )
+            raise TypeError(
+                f"params.{info.name} is {array.dtype}, want {jnp.dtype(info.dtype)}{hint}"
+            )
+        if array.shape != info.shape:
+            raise ValueError(f"params.{info.name} has shape {array.shape}, want {info.shape}")
+
+    map_infos(check, config, params)

@@ -1,0 +1,169 @@
+"""Which implementation each part of a layer takes, decided from static facts before tracing."""
+
+import logging
+from dataclasses import dataclass
+
+from k3jax.config import MoEConfig
+from k3jax.ops.experts.api import ExpertsTier
+from k3jax.ops.tail.api import TailTier
+from k3jax.runtime.target import Target
+
+logger = logging.getLogger("k3jax")
+
+DEFAULT_OVERLAP_LIMIT = 256
+"""Most tokens for which the shared all-reduce is overlapped rather than merged."""
+
+FUSED_TP = (2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Choice[Tier]:
+    """A tier, why it was taken, and why each tier before it in order of preference was not."""
+
+    tier: Tier
+    reason: str
+    declined: tuple[tuple[Tier, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """Every choice for one layer at one token count; equal on all ranks, hashable.
+
+    Attributes:
+        num_tokens: tokens of one rank's batch.
+        tp: ranks that split the weights.
+        target: device that the plan is for.
+        output: "replicated" or "scattered".
+        experts: tier of the routed experts.
+        tail: tier of the latent tail.
+    """
+
+    num_tokens: int
+    tp: int
+    target: Target
+    output: str
+    experts: Choice[ExpertsTier]
+    tail: Choice[TailTier]
+
+    def __str__(self) -> str:
+        """One line, for the log."""
+        parts = (
+            f"{part}={getattr(self, part).tier} ({getattr(self, part).reason})" for part in PARTS
+        )
+        return f"{self.num_tokens} tokens, tp={self.tp}, {self.target.kind}: " + "; ".join(parts)
+
+
+PARTS = ("experts", "tail")
+
+
+def plan_layer(
+    config: MoEConfig,
+    num_tokens: int,
+    *,
+    tp: int = 1,
+    target: Target | str | None = None,
+    output: str = "replicated",
+    overlap_limit: int = DEFAULT_OVERLAP_LIMIT,
+    experts: ExpertsTier | str | None = None,
+    tail: TailTier | str | None = None,
+) -> LayerPlan:
+    """Chooses the tiers of one layer.
+
+    Args:
+        config: the layer.
+        num_tokens: tokens in the batch, 0 included.
+        tp: tensor-parallel size.
+        target: device, or its kind ("cpu", "h200", "b200"); the current one if None.
+        output: "replicated" for [T, H] on every rank, "scattered" for [T, H / tp].
+        overlap_limit: most tokens for ALLREDUCE_OVERLAP.
+        experts: force this tier.
+        tail: force this tier.
+
+    Raises:
+        ValueError: an argument is out of range, or a forced tier cannot run; the message says why.
+    """
+    if num_tokens < 0:
+        raise ValueError(f"num_tokens={num_tokens} must be 0 or more")
+    if output not in ("replicated", "scattered"):
+        raise ValueError(f"output={output!r} must be 'replicated' or 'scattered'")
+    config.check_tp(tp)
+    if not isinstance(target, Target):
+        target = Target.current() if target is None else Target.named(target)
+    return LayerPlan(
+        num_tokens,
+        tp,
+        target,
+        output,
+        experts=_choose("experts", ExpertsTier, _experts_table(), experts),
+        tail=_choose(
+            "tail", TailTier, _tail_table(config, num_tokens, tp, output, overlap_limit), tail
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _Row[Tier]:
+    """A line of a tier table; the first one `preferred` and not refused is taken."""
+
+    tier: Tier
+    reason: str
+    refusal: str | None = None
+    preferred: bool = True
+
+
+def _experts_table() -> list[_Row[ExpertsTier]]:
+    return [
+        _Row(ExpertsTier.XLA, "runs everywhere"),
+        _Row(ExpertsTier.REFERENCE, "the specification; differentiable", preferred=False),
+    ]
+
+
+def _tail_table(
+    config: MoEConfig, num_tokens: int, tp: int, output: str, overlap_limit: int
+) -> list[_Row[TailTier]]:
+    if tp == 1:
+        merged = "tp is 1: there is nothing to reduce"
+    elif not config.num_shared_experts:
+        merged = "the config has no shared expert to merge with"
+    elif output == "scattered":
+        merged = "the output is scattered"
+    else:
+        merged = None
+    fused = merged
+    if fused is None and tp not in FUSED_TP:
+        fused = f"tp={tp} is not one of {FUSED_TP}"
+    within = num_tokens <= overlap_limit
+    return [
+        _Row(TailTier.TAIL_FUSION, "fused kernels", fused or "not built"),
+        _Row(
+            TailTier.ALLREDUCE_OVERLAP,
+            f"{num_tokens} tokens are within the overlap limit of {overlap_limit}",
+            merged,
+            preferred=within,
+        ),
+        _Row(
+            TailTier.COLUMN_PARALLEL,
+            f"{num_tokens} tokens are past the overlap limit of {overlap_limit}",
+            merged,
+            preferred=not within,
+        ),
+        _Row(TailTier.UNFUSED, merged or "plain order", preferred=merged is not None),
+    ]
+
+
+def _choose(part: str, kind, table, forced):
+    if forced is not None:
+        try:
+            forced = kind(forced)
+        except ValueError:
+            names = [str(tier) for tier in kind]
+            raise ValueError(f"{part}={forced!r} is not a tier; choose one of {names}") from None
+        row = next(row for row in table if row.tier == forced)
+        if row.refusal:
+            raise ValueError(f"{part}={str(forced)!r} cannot run here: {row.refusal}")
+        return Choice(row.tier, "asked for")
+    taken = next(row for row in table if row.preferred and not row.refusal)
+    declined = tuple(
+        (row.tier, row.refusal) for row in table if row.refusal and row.tier != taken.tier
+    )
+    return Choice(taken.tier, taken.reason, declined)
