@@ -1,0 +1,106 @@
+#include "launch.h"
+
+#include <cstring>
+#include <utility>
+
+#include "failure.h"
+#include "workspace.h"
+
+namespace k3jax {
+namespace {
+
+void CheckDevice(int device) {
+  if (device >= 0 && device < kMaxDevices) return;
+  throw Failure(FailureKind::kInvalidArgument,
+                Concat("device ", device, " is outside the ", kMaxDevices, " this build supports"));
+}
+
+// The 8 bytes of which the driver reads the first 4 for a scalar (little endian, as CUDA hosts are).
+uint64_t ArgumentBits(const Argument& argument, int device, const Buffers& buffers) {
+  switch (argument.kind) {
+    case ArgumentKind::kOperand:
+      return buffers.operands[argument.value] + argument.offset;
+    case ArgumentKind::kResult:
+      return buffers.results[argument.value] + argument.offset;
+    case ArgumentKind::kWorkspace:
+      return WorkspaceAddress(device, argument.value) + argument.offset;
+    case ArgumentKind::kInt32:
+    case ArgumentKind::kFloat32:
+      return static_cast<uint32_t>(argument.value);
+  }
+  throw Failure(FailureKind::kInternal, "unknown argument kind");
+}
+
+}  // namespace
+
+LoadedProgram::LoadedProgram(ProgramSpec spec) : spec_(std::move(spec)) {
+  for (KernelSpec& kernel : spec_.kernels) {
+    modules_.push_back(Module::Intern(kernel.cubin));
+    kernel.cubin = {};  // the attribute it points into does not outlive this call
+  }
+}
+
+void LoadedProgram::Load(int device) {
+  CheckDevice(device);
+  if (resident_[device].load(std::memory_order_acquire) != nullptr) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (owned_[device] != nullptr) return;
+  auto resident = std::make_unique<Resident>();
+  resident->context = cuda::PrimaryContext(device);
+  cuda::ContextScope scope(resident->context);
+  for (size_t i = 0; i < modules_.size(); ++i) {
+    resident->functions.push_back(modules_[i]->Load(spec_.kernels[i], spec_.arch));
+  }
+  owned_[device] = std::move(resident);
+  resident_[device].store(owned_[device].get(), std::memory_order_release);
+}
+
+void LoadedProgram::Launch(int device, cuda::Stream stream, const Buffers& buffers) const {
+  CheckDevice(device);
+  const Resident* resident = resident_[device].load(std::memory_order_acquire);
+  if (resident == nullptr) {
+    throw Failure(FailureKind::kFailedPrecondition,
+                  Concat("program '", spec_.name, "' was not loaded on device ", device));
+  }
+  cuda::ContextScope scope(resident->context);
+  for (const LaunchSpec& launch : spec_.launches) {
+    LaunchOne(launch, resident->functions[launch.kernel], device, stream, buffers);
+  }
+}
+
+void LoadedProgram::LaunchOne(const LaunchSpec& launch, cuda::Function function, int device,
+                              cuda::Stream stream, const Buffers& buffers) const {
+  const KernelSpec& kernel = spec_.kernels[launch.kernel];
+  uint64_t values[kMaxArguments];
+  void* parameters[kMaxArguments];
+  for (size_t i = 0; i < launch.arguments.size(); ++i) {
+    values[i] = ArgumentBits(launch.arguments[i], device, buffers);
+    parameters[i] = &values[i];
+  }
+
+  cuda::LaunchAttribute attributes[2] = {};
+  unsigned num_attributes = 0;
+  if (kernel.cluster[0] * kernel.cluster[1] * kernel.cluster[2] > 1) {
+    cuda::LaunchAttribute& attribute = attributes[num_attributes++];
+    attribute.id = cuda::kClusterDimension;
+    attribute.value.cluster = {kernel.cluster[0], kernel.cluster[1], kernel.cluster[2]};
+  }
+  if (launch.overlaps_previous) {
+    cuda::LaunchAttribute& attribute = attributes[num_attributes++];
+    attribute.id = cuda::kProgrammaticStreamSerialization;
+    attribute.value.programmatic_serialization_allowed = 1;
+  }
+
+  cuda::LaunchConfig config = {};
+  std::memcpy(config.grid, launch.grid, sizeof(config.grid));
+  config.block[0] = kernel.threads;
+  config.block[1] = config.block[2] = 1;
+  config.shared_bytes = kernel.shared_bytes;
+  config.stream = stream;
+  config.attributes = attributes;
+  config.num_attributes = num_attributes;
+  cuda::Result result = cuda::GetDriver().cuLaunchKernelEx(&config, function, parameters, nullptr);
+  if (result != 0) cuda::Check(result, Concat("launching ", kernel.entry, " of '", spec_.name, "'"));
+}
+
+}  // namespace k3jax

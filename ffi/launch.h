@@ -1,0 +1,57 @@
+// A parsed program made resident on devices, and its launches put on a stream.
+
+#ifndef K3JAX_FFI_LAUNCH_H_
+#define K3JAX_FFI_LAUNCH_H_
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "driver.h"
+#include "module.h"
+#include "program.h"
+
+namespace k3jax {
+
+constexpr int kMaxDevices = 64;
+
+// The device addresses of one call.
+struct Buffers {
+  std::array<uint64_t, kMaxBuffers> operands;
+  std::array<uint64_t, kMaxBuffers> results;
+};
+
+// Shared by all devices of a process; every method may be called from several threads at once.
+class LoadedProgram {
+ public:
+  explicit LoadedProgram(ProgramSpec spec);
+
+  const ProgramSpec& spec() const { return spec_; }
+
+  // Loads the kernels on a device, once. Allocates.
+  void Load(int device);
+
+  // Puts the launches on the stream: no allocation, no wait. The device must have been loaded.
+  void Launch(int device, cuda::Stream stream, const Buffers& buffers) const;
+
+ private:
+  struct Resident {
+    cuda::Context context;
+    std::vector<cuda::Function> functions;  // one a kernel of the program
+  };
+
+  void LaunchOne(const LaunchSpec& launch, cuda::Function function, int device,
+                 cuda::Stream stream, const Buffers& buffers) const;
+
+  ProgramSpec spec_;
+  std::vector<Module*> modules_;  // one a kernel of the program
+  std::mutex mutex_;
+  std::array<std::unique_ptr<Resident>, kMaxDevices> owned_;
+  std::array<std::atomic<const Resident*>, kMaxDevices> resident_ = {};
+};
+
+}  // namespace k3jax
+
+#endif  // K3JAX_FFI_LAUNCH_H_

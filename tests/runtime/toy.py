@@ -1,0 +1,76 @@
+"""Small vector kernels that the runtime's tests launch, and their programs."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import cutlass
+import cutlass.cute as cute
+import numpy as np
+from cutlass import Float32, Int64
+
+from k3jax.runtime.program import ArraySpec, Kernel, Launch, Operand, Program, Result
+
+
+@dataclass(frozen=True)
+class Scale(Kernel):
+    """y[i] = factor * x[i] + shift for i < count; waits for the launch before it."""
+
+    shift: float = 0.0
+    threads: int = 128
+    shared_bytes: int = 0
+    cluster: tuple[int, int, int] = (1, 1, 1)
+
+    parameters: ClassVar = (
+        ("x", "address"),
+        ("y", "address"),
+        ("count", "int32"),
+        ("factor", "float32"),
+    )
+
+    @cute.kernel
+    def device(self, x: Int64, y: Int64, count: cutlass.Int32, factor: Float32):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        cute.arch.inline_ptx("griddepcontrol.wait;")
+        i = block * self.threads + thread
+        if i < count:
+            value = cute.arch.inline_ptx(
+                "ld.global.f32 {$w0}, [{$r0}];",
+                write_only_types=[Float32],
+                read_only_args=[x + Int64(i) * 4],
+            )
+            cute.arch.inline_ptx(
+                "st.global.f32 [{$r0}], {$r1};",
+                read_only_args=[y + Int64(i) * 4, value * factor + Float32(self.shift)],
+            )
+        cute.arch.inline_ptx("griddepcontrol.launch_dependents;")
+
+
+def scale_program(count: int, factor: float, kernel: Scale | None = None) -> Program:
+    """One launch: y = factor * x + shift."""
+    kernel = kernel or Scale()
+    spec = ArraySpec((count,), np.dtype(np.float32))
+    grid = (-(-count // kernel.threads), 1, 1)
+    launch = Launch(kernel, grid, (Operand(0), Result(0), count, factor))
+    return Program("scale", (launch,), (spec,), (spec,))
+
+
+def chain_program(count: int, first: float, second: float) -> Program:
+    """Two launches, the second overlapping the first: y = second * (first * x) + 1."""
+    spec = ArraySpec((count,), np.dtype(np.float32))
+    grid = (-(-count // 128), 1, 1)
+    return Program(
+        "chain",
+        (
+            Launch(Scale(), grid, (Operand(0), Result(1), count, first)),
+            Launch(
+                Scale(shift=1.0),
+                grid,
+                (Result(1), Result(0), count, second),
+                overlaps_previous=True,
+            ),
+        ),
+        (spec,),
+        (spec, spec),
+        num_scratch=1,
+    )
