@@ -1,7 +1,9 @@
 """Parameters of one MoE layer, as a pytree that carries the checkpoint's names."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import jax
@@ -80,11 +82,15 @@ class ParamInfo:
     dtype: Any
     sharded_axis: int | None = None
 
+    def axes(self, axis_name: str) -> tuple[str | None, ...]:
+        """One entry an axis: `axis_name` on the split one, None on the others."""
+        return tuple(
+            axis_name if axis == self.sharded_axis else None for axis in range(len(self.shape))
+        )
+
     def spec(self, axis_name: str) -> P:
         """The PartitionSpec with the split axis on mesh axis `axis_name`."""
-        if self.sharded_axis is None:
-            return P()
-        return P(*([None] * self.sharded_axis), axis_name)
+        return P(*self.axes(axis_name))
 
 
 def param_infos(config: MoEConfig) -> MoEParams:
@@ -154,11 +160,27 @@ def init_params(config: MoEConfig, key: jax.Array) -> MoEParams:
     The latent norm's gain is drawn around 1 and the router's bias around 0, so that neither is
     trivial. Experts are drawn and rounded to MXFP4 one at a time.
     """
-    nodes, tree = jax.tree.flatten(
-        param_infos(config), is_leaf=lambda node: isinstance(node, Mxfp4Array)
-    )
+    return init_part(param_infos(config), key)
+
+
+def init_part[Part](infos: Part, key: jax.Array) -> Part:
+    """`init_params` for any part of a `param_infos` tree."""
+    nodes, tree = jax.tree.flatten(infos, is_leaf=lambda node: isinstance(node, Mxfp4Array))
     keys = jax.random.split(key, len(nodes))
     return jax.tree.unflatten(tree, [_init(n, k) for n, k in zip(nodes, keys, strict=True)])
+
+
+def as_dict(part: Any) -> Any:
+    """A part of `MoEParams` as nested dicts keyed by field, without what is None."""
+    if not is_dataclass(part):
+        return part
+    children = {field.name: getattr(part, field.name) for field in fields(part)}
+    return {name: as_dict(child) for name, child in children.items() if child is not None}
+
+
+def from_dict(config: MoEConfig, tree: Mapping[str, Any]) -> MoEParams:
+    """The inverse of `as_dict` for the whole of `MoEParams`."""
+    return map_infos(lambda info: reduce(getitem, info.name.split("."), tree), config)
 
 
 def _init(node: ParamInfo | Mxfp4Array, key: jax.Array) -> jax.Array | Mxfp4Array:
