@@ -1,0 +1,8 @@
+"""A stand-in for rules_cc on Bazel 4: the built-in C++ rules under its names."""
+
+cc_binary = native.cc_binary
+cc_import = native.cc_import
+cc_library = native.cc_library
+cc_test = native.cc_test
+cc_toolchain = native.cc_toolchain
+cc_toolchain_suite = native.cc_toolchain_suite

@@ -1,0 +1,198 @@
+#include "fake_cuda.h"
+
+#include <cstdio>
+#include <cstring>
+#include <memory>
+
+#include "../driver.h"
+
+using k3jax::testing::FakeCuda;
+using k3jax::testing::FakeLaunch;
+
+namespace k3jax::cuda {
+
+struct ContextOpaque {
+  int device;
+};
+
+struct KernelOpaque {
+  std::string entry;
+  int num_arguments;
+};
+
+struct FunctionOpaque {
+  const KernelOpaque* kernel;
+  int device;
+};
+
+struct LibraryOpaque {
+  std::vector<std::unique_ptr<KernelOpaque>> kernels;
+};
+
+}  // namespace k3jax::cuda
+
+namespace {
+
+using namespace k3jax::cuda;
+
+constexpr int kNumDevices = 2;
+constexpr Result kNotFound = 500;
+constexpr Result kInvalidImage = 200;
+
+FakeCuda fake;
+ContextOpaque contexts[kNumDevices] = {{0}, {1}};
+std::vector<Context> context_stack;
+
+// Counts the call; the error that a test asked for, or success.
+Result Called(const char* function) {
+  ++fake.calls[function];
+  auto failure = fake.failures.find(function);
+  return failure == fake.failures.end() ? 0 : failure->second;
+}
+
+}  // namespace
+
+extern "C" {
+
+FakeCuda* fake_cuda() { return &fake; }
+
+Result cuInit(unsigned) { return Called("cuInit"); }
+
+Result cuGetErrorName(Result result, const char** name) {
+  *name = result == kNotFound ? "CUDA_ERROR_NOT_FOUND" : "CUDA_ERROR_FAKE";
+  return 0;
+}
+
+Result cuGetErrorString(Result, const char** text) {
+  *text = "as the test asked";
+  return 0;
+}
+
+Result cuDriverGetVersion(int* version) {
+  *version = 13010;
+  return Called("cuDriverGetVersion");
+}
+
+Result cuDeviceGetCount(int* count) {
+  *count = kNumDevices;
+  return Called("cuDeviceGetCount");
+}
+
+Result cuDeviceGet(Device* device, int ordinal) {
+  if (ordinal >= kNumDevices) return 101;
+  *device = ordinal;
+  return Called("cuDeviceGet");
+}
+
+Result cuDeviceGetName(char* name, int size, Device device) {
+  std::snprintf(name, size, "Fake GPU %d", device);
+  return Called("cuDeviceGetName");
+}
+
+Result cuDeviceGetAttribute(int* value, DeviceAttribute attribute, Device) {
+  *value = 1000 + attribute;
+  return Called("cuDeviceGetAttribute");
+}
+
+Result cuDeviceCanAccessPeer(int* can_access, Device device, Device) {
+  *can_access = device == 0;
+  return Called("cuDeviceCanAccessPeer");
+}
+
+Result cuDevicePrimaryCtxRetain(Context* context, Device device) {
+  *context = &contexts[device];
+  return Called("cuDevicePrimaryCtxRetain");
+}
+
+Result cuCtxGetCurrent(Context* context) {
+  *context = context_stack.empty() ? nullptr : context_stack.back();
+  return 0;
+}
+
+Result cuCtxPushCurrent_v2(Context context) {
+  context_stack.push_back(context);
+  ++fake.context_depth;
+  return Called("cuCtxPushCurrent");
+}
+
+Result cuCtxPopCurrent_v2(Context* context) {
+  *context = context_stack.back();
+  context_stack.pop_back();
+  --fake.context_depth;
+  return Called("cuCtxPopCurrent");
+}
+
+Result cuLibraryLoadData(Library* library, const void* image, void*, void**, unsigned, void*,
+                         void**, unsigned) {
+  if (Result failure = Called("cuLibraryLoadData")) return failure;
+  const char* text = static_cast<const char*>(image);
+  if (std::strncmp(text, "\177ELF", 4) != 0) return kInvalidImage;
+  auto loaded = std::make_unique<LibraryOpaque>();
+  for (const char* entry = text + 4; *entry != 0;) {
+    const char* colon = std::strchr(entry, ':');
+    auto kernel = std::make_unique<KernelOpaque>();
+    kernel->entry.assign(entry, colon);
+    kernel->num_arguments = std::atoi(colon + 1);
+    loaded->kernels.push_back(std::move(kernel));
+    entry = std::strchr(colon, ';') + 1;
+  }
+  *library = loaded.release();
+  return 0;
+}
+
+Result cuLibraryGetKernel(Kernel* kernel, Library library, const char* name) {
+  if (Result failure = Called("cuLibraryGetKernel")) return failure;
+  for (const auto& candidate : library->kernels) {
+    if (candidate->entry != name) continue;
+    *kernel = candidate.get();
+    return 0;
+  }
+  return kNotFound;
+}
+
+Result cuKernelGetFunction(Function* function, Kernel kernel) {
+  if (context_stack.empty()) return 201;
+  *function = new FunctionOpaque{kernel, context_stack.back()->device};
+  return Called("cuKernelGetFunction");
+}
+
+Result cuFuncLoad(Function) { return Called("cuFuncLoad"); }
+
+Result cuFuncGetAttribute(int* value, FunctionAttribute attribute, Function function) {
+  auto& values = attribute == kMaxDynamicSharedBytes ? fake.shared_limit : fake.non_portable;
+  *value = values[function->kernel->entry];
+  return Called("cuFuncGetAttribute");
+}
+
+Result cuFuncSetAttribute(Function function, FunctionAttribute attribute, int value) {
+  auto& values = attribute == kMaxDynamicSharedBytes ? fake.shared_limit : fake.non_portable;
+  values[function->kernel->entry] = value;
+  return Called("cuFuncSetAttribute");
+}
+
+Result cuLaunchKernelEx(const LaunchConfig* config, Function function, void** parameters, void**) {
+  if (Result failure = Called("cuLaunchKernelEx")) return failure;
+  if (context_stack.empty() || context_stack.back()->device != function->device) return 201;
+  FakeLaunch launch{function->kernel->entry, function->device, {}, {}, {1, 1, 1}, 0, false,
+                    config->stream, {}};
+  std::memcpy(launch.grid, config->grid, sizeof(launch.grid));
+  std::memcpy(launch.block, config->block, sizeof(launch.block));
+  launch.shared_bytes = config->shared_bytes;
+  for (unsigned i = 0; i < config->num_attributes; ++i) {
+    const LaunchAttribute& attribute = config->attributes[i];
+    if (attribute.id == kClusterDimension) {
+      std::memcpy(launch.cluster, &attribute.value.cluster, sizeof(launch.cluster));
+    } else if (attribute.id == kProgrammaticStreamSerialization) {
+      launch.overlaps_previous = attribute.value.programmatic_serialization_allowed != 0;
+    }
+  }
+  for (int i = 0; i < function->kernel->num_arguments; ++i) {
+    uint64_t bits;
+    std::memcpy(&bits, parameters[i], sizeof(bits));
+    launch.arguments.push_back(bits);
+  }
+  fake.launches.push_back(launch);
+  return 0;
+}
+
+}  // extern "C"

@@ -1,0 +1,39 @@
+// A stand-in for the NVIDIA driver that records launches, so that the launch path runs on any CPU.
+//
+// It is built as a library named libcuda.so.1: once a test has opened it, the code under test finds
+// it by that name. A fake cubin is "\177ELF" followed by "entry:arguments;" for each entry point.
+
+#ifndef K3JAX_FFI_TESTS_FAKE_CUDA_H_
+#define K3JAX_FFI_TESTS_FAKE_CUDA_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace k3jax::testing {
+
+struct FakeLaunch {
+  std::string entry;
+  int device;
+  unsigned grid[3];
+  unsigned block[3];
+  unsigned cluster[3];
+  unsigned shared_bytes;
+  bool overlaps_previous;
+  void* stream;
+  std::vector<uint64_t> arguments;  // 8 bytes each, whatever the parameter's size
+};
+
+struct FakeCuda {
+  std::vector<FakeLaunch> launches;
+  std::map<std::string, int> calls;     // by driver function
+  std::map<std::string, int> failures;  // driver function to the error it shall return
+  std::map<std::string, int> shared_limit;  // by entry: dynamic shared memory allowed
+  std::map<std::string, int> non_portable;  // by entry
+  int context_depth = 0;                    // pushes less pops
+};
+
+}  // namespace k3jax::testing
+
+#endif  // K3JAX_FFI_TESTS_FAKE_CUDA_H_
