@@ -1,7 +1,7 @@
 """Parameters of one MoE layer, as a pytree that carries the checkpoint's names."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from functools import reduce
 from operator import getitem
 from typing import Any
@@ -170,9 +170,12 @@ def init_part[Part](infos: Part, key: jax.Array) -> Part:
     return jax.tree.unflatten(tree, [_init(n, k) for n, k in zip(nodes, keys, strict=True)])
 
 
+_NODES = (MoEParams, GateParams, ExpertParams, SharedExpertParams, Mxfp4Array)
+
+
 def as_dict(part: Any) -> Any:
     """A part of `MoEParams` as nested dicts keyed by field, without what is None."""
-    if not is_dataclass(part):
+    if not isinstance(part, _NODES):
         return part
     children = {field.name: getattr(part, field.name) for field in fields(part)}
     return {name: as_dict(child) for name, child in children.items() if child is not None}
