@@ -192,7 +192,7 @@ def _imports(module: str, text: str) -> Iterator[str]:
 
 def _compile(kernel: Kernel, arch: str) -> CompiledKernel:
     try:
-        from k3jax.runtime import dsl
+        from k3jax.runtime.dsl import compile_device_code
     except ImportError as error:
         raise NotImplementedError(
             f"{type(kernel).__name__} for {arch} is not in {default_directory()} and the CuTe DSL "
@@ -200,7 +200,7 @@ def _compile(kernel: Kernel, arch: str) -> CompiledKernel:
         ) from error
     # The DSL also writes what it keeps into files.
     with _compiler_lock, tempfile.TemporaryDirectory() as scratch:
-        ptx, cubin = dsl.compile_device_code(kernel, arch, scratch)
+        ptx, cubin = compile_device_code(kernel, arch, scratch)
     return CompiledKernel(arch, _checked_entry(kernel, ptx), cubin, ptx)
 
 

@@ -29,14 +29,13 @@ from k3jax.runtime.program import ArraySpec, Program
 from k3jax.runtime.serialize import program_kernels, serialize_program
 from k3jax.runtime.target import Target
 
-TARGET_NAME = "k3jax_launch"
+LAUNCH_TARGET = "k3jax_launch"
+TARGET_NAMES = (LAUNCH_TARGET,)
+"""Custom calls that an exported program may hold."""
 
-_CARRIED = (
-    ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32")
-    + ("float16", "bfloat16", "float32")
-    + ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
-)
-DTYPES = frozenset(jax.numpy.dtype(name) for name in _CARRIED)
+_INTEGERS = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32")
+_FLOATS = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
+DTYPES = frozenset(jax.numpy.dtype(name) for name in (*_INTEGERS, *_FLOATS))
 """What kernels may see. Packed FP4 crosses as uint8; 64-bit types depend on a global JAX flag."""
 
 SHARDING_REMEDY = "call it inside jax.shard_map, manual over every mesh axis, on the local shards"
@@ -111,8 +110,8 @@ def register() -> None:
         platform="CUDA",
     )
     stages = ("instantiate", "initialize", "execute")
-    capsules = {s: jax.ffi.pycapsule(getattr(native, f"{TARGET_NAME}_{s}")) for s in stages}
-    jax.ffi.register_ffi_target(TARGET_NAME, capsules, platform="CUDA")
+    capsules = {s: jax.ffi.pycapsule(getattr(native, f"{LAUNCH_TARGET}_{s}")) for s in stages}
+    jax.ffi.register_ffi_target(LAUNCH_TARGET, capsules, platform="CUDA")
 
 
 def _check_arrays(program: Program, arrays: tuple[jax.Array, ...]) -> None:
@@ -154,7 +153,7 @@ def _varying_like(outputs: Any, inputs: Any) -> Any:
 def _ffi_effects() -> frozenset[Any]:
     """JAX's effect of a foreign call that may not be dropped; it has no public name."""
     probe = jax.ffi.ffi_call(
-        TARGET_NAME, jax.ShapeDtypeStruct((), jax.numpy.float32), has_side_effect=True
+        LAUNCH_TARGET, jax.ShapeDtypeStruct((), jax.numpy.float32), has_side_effect=True
     )
     return frozenset(jax.make_jaxpr(lambda: probe())().effects)
 
@@ -193,7 +192,7 @@ def _lower_for_cuda(
     register()
     assert target.arch is not None
     compiled = {k: compile_kernel(k, target.arch) for k in program_kernels(program)}
-    lower = jax.ffi.ffi_lowering(TARGET_NAME, has_side_effect=has_side_effect)
+    lower = jax.ffi.ffi_lowering(LAUNCH_TARGET, has_side_effect=has_side_effect)
     return lower(ctx, *operands, **serialize_program(program, compiled))
 
 

@@ -1,0 +1,51 @@
+"""Compiled programs as bytes: made where the CuTe DSL is, run where only jax and k3jax are.
+
+    data = export_function(step, *shapes)             # no GPU needed
+    step = load_function(data)                        # in another process, on the GPU machine
+    y = jax.jit(step)(*arrays)
+
+The bytes hold the StableHLO of the function and the machine code of every kernel that it launches.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.export
+
+from k3jax.runtime import ffi
+
+
+def export_function(
+    function: Callable[..., Any], *args: Any, platforms: Sequence[str] = ("cuda",)
+) -> bytes:
+    """Lowers a function and serialises it.
+
+    Args:
+        function: what to export; jitted here if it is not already.
+        args: arrays, or `jax.ShapeDtypeStruct`s with the shardings of the machine it will run on.
+        platforms: "cuda", "cpu" or both.
+    """
+    jitted = function if hasattr(function, "lower") else jax.jit(function)
+    ours = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ffi.TARGET_NAMES]
+    exported = jax.export.export(jitted, platforms=platforms, disabled_checks=ours)(*args)
+    return bytes(exported.serialize())
+
+
+def load_function(data: bytes) -> Callable[..., Any]:
+    """The function that `export_function` serialised; jit it to run it.
+
+    Raises:
+        ValueError: the bytes are not an exported function.
+        FileNotFoundError: it launches kernels and the native library was not built.
+    """
+    try:
+        exported = jax.export.deserialize(bytearray(data))
+    except Exception as error:
+        raise ValueError(
+            f"these {len(data)} bytes are not a function exported by k3jax ({error}); write them "
+            "anew with k3jax.export.export_function"
+        ) from error
+    if "cuda" in exported.platforms:
+        ffi.register()
+    return exported.call
