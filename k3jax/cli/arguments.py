@@ -1,0 +1,13 @@
+"""Kinds of argument that several verbs take."""
+
+import argparse
+
+
+def integers(text: str) -> list[int]:
+    """Whole numbers joined by commas."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of whole numbers such as 1,8,64"
+        ) from None
