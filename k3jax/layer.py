@@ -61,6 +61,8 @@ def moe_layer(
         ValueError: a shape, the mesh, or the plan does not fit.
     """
     check_params(params, config)
+    if x.ndim < 2:
+        raise ValueError(f"x has shape {x.shape}, want [T, {config.hidden_size}]")
     _check("x", x, jnp.bfloat16, (*x.shape[:-1], config.hidden_size))
     batch = x.shape[:-1]
     inputs = {

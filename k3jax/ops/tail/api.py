@@ -53,6 +53,10 @@ def latent_tail(
         bfloat16 [T, H], or [T, H / tp] if scattered.
     """
     latent = _sum(m, group)
+    if tier == TailTier.ALLREDUCE_OVERLAP:
+        # XLA would merge the two all-reduces, and the norm would wait for the shared partial. The
+        # barrier orders them, so that the second one runs beside the up-projection.
+        latent, shared = lax.optimization_barrier((latent, shared))
     normed = latent if gain is None else reference.rms_norm(latent, gain, eps)
     if tier == TailTier.COLUMN_PARALLEL:
         return _column_parallel(normed, shared, up_proj, group)
@@ -61,10 +65,6 @@ def latent_tail(
         if shared is None:
             return out
         return out + group.reduce_scatter(shared.astype(jnp.float32)).astype(jnp.bfloat16)
-    if shared is not None:
-        # Ordering the two all-reduces keeps XLA from merging them, which would make the norm wait
-        # for the shared partial; the second one still overlaps the up-projection.
-        shared, _ = lax.optimization_barrier((shared, latent))
     out = reference.up_project(normed, up_proj)
     return out if shared is None else out + _sum(shared, group)
 
