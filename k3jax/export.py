@@ -7,8 +7,8 @@
 The bytes hold the StableHLO of the function and the machine code of every kernel that it launches.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.export
@@ -17,18 +17,19 @@ from k3jax.runtime import ffi
 
 
 def export_function(
-    function: Callable[..., Any], *args: Any, platforms: Sequence[str] = ("cuda",)
+    function: Callable[..., Any], *args: Any, platform: Literal["cuda", "cpu"] = "cuda"
 ) -> bytes:
     """Lowers a function and serialises it.
 
     Args:
         function: what to export; jitted here if it is not already.
         args: arrays, or `jax.ShapeDtypeStruct`s with the shardings of the machine it will run on.
-        platforms: "cuda", "cpu" or both.
+        platform: where it will run; JAX lowers every branch for every platform of an export, and
+            kernels have no CPU form, so one at a time.
     """
     jitted = function if hasattr(function, "lower") else jax.jit(function)
     ours = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ffi.TARGET_NAMES]
-    exported = jax.export.export(jitted, platforms=platforms, disabled_checks=ours)(*args)
+    exported = jax.export.export(jitted, platforms=(platform,), disabled_checks=ours)(*args)
     return bytes(exported.serialize())
 
 
