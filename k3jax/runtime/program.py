@@ -56,7 +56,19 @@ class Result:
     offset: int = 0
 
 
-Argument = Operand | Result | int | float
+@dataclass(frozen=True)
+class Workspace:
+    """Memory of the device that outlives the program, `offset` bytes in.
+
+    The native library holds one address a slot and device; whoever allocates a workspace registers
+    it there, before the program runs.
+    """
+
+    slot: int
+    offset: int = 0
+
+
+Argument = Operand | Result | Workspace | int | float
 
 
 @dataclass(frozen=True)
@@ -86,7 +98,7 @@ class Launch:
                 f"got {len(self.arguments)}"
             )
         for (name, kind), value in zip(self.kernel.parameters, self.arguments, strict=True):
-            wanted = {"address": (Operand, Result), "int32": int, "float32": float}[kind]
+            wanted = {"address": (Operand, Result, Workspace), "int32": int, "float32": float}[kind]
             if not isinstance(value, wanted):
                 raise TypeError(
                     f"{type(self.kernel).__name__}: parameter {name!r} is {kind}, got {value!r}"

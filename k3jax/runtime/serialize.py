@@ -5,7 +5,7 @@ import struct
 import numpy as np
 
 from k3jax.runtime.compile import CompiledKernel
-from k3jax.runtime.program import Kernel, Launch, Operand, Program, Result
+from k3jax.runtime.program import Argument, Kernel, Launch, Operand, Program, Result, Workspace
 
 FORMAT_VERSION = 1
 OPERAND, RESULT, INT32, FLOAT32, WORKSPACE = range(5)
@@ -57,11 +57,13 @@ def _launch_words(launch: Launch, kernel_index: int) -> list[int]:
     return words
 
 
-def _argument_words(value: Operand | Result | int | float) -> tuple[int, int, int]:
+def _argument_words(value: Argument) -> tuple[int, int, int]:
     if isinstance(value, Operand):
         return OPERAND, value.index, value.offset
     if isinstance(value, Result):
         return RESULT, value.index, value.offset
+    if isinstance(value, Workspace):
+        return WORKSPACE, value.slot, value.offset
     if isinstance(value, int):
         return INT32, value, 0
     return FLOAT32, struct.unpack("<i", struct.pack("<f", value))[0], 0
