@@ -1,0 +1,266 @@
+"""Asynchronous copies in flight: `cp.async` per thread, bulk copies by the copy engine.
+
+Until a copy is waited for, the bytes it writes can be neither read nor written, and the bytes of
+shared memory that it reads cannot be written. The data move as late as the schedule allows.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .barriers import Mbarriers
+from .errors import (
+    InFlightError,
+    MisalignedError,
+    OutOfBoundsError,
+    ReadOnlyError,
+    UninitialisedError,
+)
+from .memory import ALLOCATED, FLIGHT, ORDINARY, READ, WRITE
+
+
+@dataclass
+class ThreadCopies:
+    """The `cp.async` of one instruction: one entry a lane, as flat arrays."""
+
+    instruction: object
+    number: np.ndarray
+    lane: np.ndarray
+    target: np.ndarray
+    source: np.ndarray
+    size: int
+    valid_bytes: np.ndarray
+    group: np.ndarray
+
+
+class AsyncCopies:
+    """`cp.async` of a launch; groups are counted per thread, as PTX says."""
+
+    def __init__(self, grid):
+        self.grid = grid
+        self.commits = np.zeros((grid.num_warps, 32), np.int64)
+        self.pending: list[ThreadCopies] = []
+
+    def issue(self, access, target, source, size: int, valid_bytes) -> None:
+        """Starts the copies of a group's active lanes."""
+        grid, mask = self.grid, access.mask
+        memory = grid.device.memory
+        reads = valid_bytes > 0
+        if mask is not None:
+            reads = reads & mask
+        for amount in np.unique(valid_bytes[reads]).tolist():
+            part = amount & -amount
+            some = reads & (valid_bytes == amount)
+            for at in range(0, amount, part):
+                unit = min(part, 8)
+                memory.load(source + np.uint64(at), unit, part // unit, some, access)
+        access.ordered_write(grid.shared, target, size)
+        numbers = np.broadcast_to(access.group.numbers[:, None], target.shape)
+        lanes = np.broadcast_to(np.arange(32), target.shape)
+        active = access.group.active(mask)
+        flat = [v[active] for v in (numbers, lanes, target, source, valid_bytes)]
+        number, lane, target, source, valid = flat
+        grid.shared.claim(target, size, access)
+        group = self.commits[number, lane]
+        self.pending.append(
+            ThreadCopies(access.instruction, number, lane, target, source, size, valid, group)
+        )
+
+    def commit(self, numbers, lanes) -> None:
+        """`cp.async.commit_group` by some lanes."""
+        self.commits[numbers, lanes] += 1
+
+    def wait(self, numbers, lanes, keep: int) -> None:
+        """Completes all but the last `keep` groups of some lanes."""
+        limit = np.full(self.commits.shape, -1)
+        limit[numbers, lanes] = self.commits[numbers, lanes] - keep
+        self._finish(limit)
+
+    def wait_all(self, numbers, lanes) -> None:
+        """Completes every copy of some lanes, committed or not."""
+        limit = np.full(self.commits.shape, -1)
+        limit[numbers, lanes] = np.iinfo(np.int64).max
+        self._finish(limit)
+
+    def _finish(self, limit) -> None:
+        remaining = []
+        for copy in self.pending:
+            done = copy.group < limit[copy.number, copy.lane]
+            self._deliver(copy, done)
+            if not done.all():
+                kept = {
+                    name: getattr(copy, name)[~done]
+                    for name in ("number", "lane", "target", "source", "valid_bytes", "group")
+                }
+                remaining.append(ThreadCopies(copy.instruction, size=copy.size, **kept))
+        self.pending = remaining
+
+    def _deliver(self, copy: ThreadCopies, done) -> None:
+        if not done.any():
+            return
+        at = np.arange(copy.size)
+        target = copy.target[done].astype(np.int64)[:, None] + at
+        inside = at < copy.valid_bytes[done][:, None]
+        source = np.where(inside, copy.source[done].astype(np.int64)[:, None] + at, 0)
+        shared, memory = self.grid.shared, self.grid.device.memory
+        shared.data[target] = np.where(inside, memory.data[source], 0)
+        shared.shadow[target] = ORDINARY
+        self.grid.device.progress += 1
+
+    def blocks_exited(self, blocks) -> None:
+        """A block may not leave copies behind."""
+        for copy in self.pending:
+            left = np.isin(self.grid.block_of[copy.number], blocks)
+            if left.any():
+                raise InFlightError(
+                    f"block {self.grid.block_of[copy.number[left.argmax()]]} exits while its "
+                    "cp.async is in flight",
+                    copy.instruction,
+                )
+
+
+@dataclass(eq=False)
+class BulkCopy:
+    """One bulk copy.
+
+    Attributes:
+        instruction: what issued it.
+        number, lane: the thread that issued it.
+        kind: "load" (into shared memory), "store" (from shared to global memory).
+        source, target: (memory, offset).
+        size: bytes.
+        barrier: index of the mbarrier that it completes on, for loads.
+        epoch: its write on the copy engine's clock, for loads.
+        data: the bytes, once read.
+    """
+
+    instruction: object
+    number: int
+    lane: int
+    kind: str
+    source: tuple
+    target: tuple
+    size: int
+    barrier: int = -1
+    epoch: int = 0
+    data: np.ndarray | None = None
+    done: bool = False
+
+
+@dataclass
+class BulkGroups:
+    """Bulk groups of one thread: the open one and those committed."""
+
+    open: list[BulkCopy] = field(default_factory=list)
+    committed: list[list[BulkCopy]] = field(default_factory=list)
+
+
+class BulkCopies:
+    """Bulk copies of a launch."""
+
+    ALIGNMENT = 16
+
+    def __init__(self, grid):
+        self.grid = grid
+        self.pending: set[BulkCopy] = set()
+        self.groups: dict[tuple[int, int], BulkGroups] = {}
+
+    def load(self, access, number: int, lane: int, source, target: int, size: int, barrier: int):
+        """Starts a copy from global (or another block's shared) memory into shared memory."""
+        grid = self.grid
+        copy = BulkCopy(access.instruction, number, lane, "load", source,
+                        (grid.shared, target), size, barrier)  # fmt: skip
+        self._check(copy)
+        copy.epoch = grid.races.agent_write(access, number, target, size)
+        grid.shared.shadow[target : target + size] = ALLOCATED | FLIGHT
+        self.pending.add(copy)
+        grid.device.after_a_while(lambda: self._finish_load(copy))
+
+    def _finish_load(self, copy: BulkCopy) -> None:
+        memory, at = copy.source
+        shared, target = copy.target
+        shared.data[target : target + copy.size] = memory.data[at : at + copy.size]
+        shared.shadow[target : target + copy.size] = ORDINARY
+        self.pending.discard(copy)
+        clocks = self.grid.races.agent_clocks(copy.epoch)
+        self.grid.part(Mbarriers).complete_bytes(copy.barrier, copy.size, clocks)
+
+    def store(self, access, number: int, lane: int, source: int, target: int, size: int):
+        """Starts a copy from shared to global memory."""
+        grid = self.grid
+        memory = grid.device.memory
+        copy = BulkCopy(access.instruction, number, lane, "store", (grid.shared, source),
+                        (memory, target), size)  # fmt: skip
+        self._check(copy)
+        grid.races.agent_read(access, number, source, size)
+        grid.shared.shadow[source : source + size] = ALLOCATED | READ | FLIGHT
+        memory.shadow[target : target + size] = ALLOCATED | FLIGHT
+        self.pending.add(copy)
+        self._of(number, lane).open.append(copy)
+        grid.device.after_a_while(lambda: self._finish_store(copy))
+
+    def _read(self, copy: BulkCopy) -> None:
+        if copy.data is None:
+            shared, source = copy.source
+            copy.data = shared.data[source : source + copy.size].copy()
+            shared.shadow[source : source + copy.size] = ORDINARY
+
+    def _finish_store(self, copy: BulkCopy) -> None:
+        if copy.done:
+            return
+        self._read(copy)
+        memory, target = copy.target
+        memory.data[target : target + copy.size] = copy.data
+        memory.shadow[target : target + copy.size] = ORDINARY
+        copy.done = True
+        self.pending.discard(copy)
+
+    def _of(self, number: int, lane: int) -> BulkGroups:
+        return self.groups.setdefault((number, lane), BulkGroups())
+
+    def commit(self, number: int, lane: int) -> None:
+        """`cp.async.bulk.commit_group`."""
+        groups = self._of(number, lane)
+        groups.committed.append(groups.open)
+        groups.open = []
+
+    def wait(self, number: int, lane: int, keep: int, only_read: bool) -> None:
+        """`cp.async.bulk.wait_group`: all but the last `keep` groups are read, or complete."""
+        groups = self._of(number, lane).committed
+        for group in groups[: max(len(groups) - keep, 0)]:
+            for copy in group:
+                if only_read:
+                    self._read(copy)
+                else:
+                    self._finish_store(copy)
+
+    def _check(self, copy: BulkCopy) -> None:
+        ins = copy.instruction
+        for (memory, at), wanted, what in (
+            (copy.source, READ, "reads"),
+            (copy.target, WRITE, "writes"),
+        ):
+            where = f"bulk copy of {copy.size} bytes {what} {memory.spell(at)}"
+            state = memory.shadow[at : at + copy.size] if at >= 0 else memory.shadow[:0]
+            if state.size < copy.size or not (state & ALLOCATED).all():
+                raise OutOfBoundsError(f"{where}: out of bounds", ins)
+            if at % self.ALIGNMENT or copy.size % self.ALIGNMENT or copy.size == 0:
+                raise MisalignedError(f"{where}: address and size must be multiples of 16", ins)
+            if wanted == WRITE and (state & FLIGHT).any():
+                raise InFlightError(f"{where}, which another copy still uses", ins)
+            if not (state & wanted).all():
+                if (state & FLIGHT).any():
+                    raise InFlightError(f"{where}, which another copy still writes", ins)
+                if wanted == READ:
+                    raise UninitialisedError(f"{where}: never written", ins)
+                raise ReadOnlyError(f"{where}: the program may only read it", ins)
+
+    def blocks_exited(self, blocks) -> None:
+        """A block may not leave copies behind that still use its shared memory."""
+        for copy in self.pending:
+            block = self.grid.block_of[copy.number]
+            busy = copy.kind == "load" or copy.data is None
+            if busy and block in blocks:
+                raise InFlightError(
+                    f"block {block} exits while its bulk copy is in flight", copy.instruction
+                )
