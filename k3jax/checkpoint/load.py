@@ -183,14 +183,15 @@ def _check_request(layer: int, config: MoEConfig, parallel: Parallel | None) -> 
 def _account(checkpoint: Checkpoint, layer: int, config: MoEConfig) -> dict[str, StoredTensor]:
     """The layer's tensors, exactly those that the config asks for."""
     prefix = LAYER_PREFIX.format(layer=layer)
-    if not any(name.startswith(prefix) for name in checkpoint.names()):
+    named = {name.removeprefix(prefix) for name in checkpoint.names(prefix)}
+    if not named:
         found = {int(match[1]) for match in map(LAYER_NAME.match, checkpoint.names()) if match}
         held = f"holds layers {number_runs(found)}" if found else f"has no tensor {prefix}*"
         raise ValueError(f"layer={layer} is not in {checkpoint.path}, which {held}")
     got, want = checkpoint.tensors(prefix), layer_tensors(config)
     missing = group_experts(want.keys() - got.keys())
     lines = [f"missing: {name}" for name in missing]
-    for name in group_experts(got.keys() - want.keys()):
+    for name in group_experts((got.keys() | named) - want.keys()):
         meant = difflib.get_close_matches(name, missing, n=1, cutoff=0.8)
         lines.append(f"unexpected: {name}" + (f" (misnamed {meant[0]}?)" if meant else ""))
     wrong = defaultdict(list)

@@ -4,7 +4,6 @@ import json
 import mmap
 import os
 import threading
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
@@ -62,15 +61,15 @@ class Checkpoint:
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
-    def names(self) -> Iterable[str]:
-        """Every tensor's name, from the index if there is one."""
-        return self._files.keys()
+    def names(self, prefix: str = "") -> set[str]:
+        """The names with `prefix` that the index gives, or without one the shards."""
+        return {name for name in self._files if name.startswith(prefix)}
 
     def tensors(self, prefix: str) -> dict[str, StoredTensor]:
         """The tensors whose names start with `prefix`, keyed by the rest of the name.
 
-        What the index places in a shard that does not hold it is left out; what a shard holds
-        beside the index is included.
+        Where the index and the shards that it names disagree, what is in the place that the index
+        gives counts, and beside it what a shard holds that the index does not name at all.
 
         Raises:
             FileNotFoundError: the index names a shard that is not there.
@@ -81,7 +80,7 @@ class Checkpoint:
             name.removeprefix(prefix): tensor
             for file in sorted(files)
             for name, tensor in self._header(file).items()
-            if name.startswith(prefix)
+            if name.startswith(prefix) and self._files.get(name, file) == file
         }
 
     def read_into(self, out: np.ndarray, tensor: StoredTensor, index: tuple[slice, ...]) -> None:
@@ -154,7 +153,7 @@ def _read_index(index: Path) -> dict[str, Path]:
         raise ValueError(f"{index} has no 'weight_map' object; fetch it again")
     shards: dict[str, Path] = {}
     for name, shard in files.items():
-        if not isinstance(shard, str) or Path(shard).name != shard:
+        if not isinstance(shard, str) or not shard or Path(shard).name != shard:
             raise ValueError(f"{index} places {name!r} in {shard!r}; want a file name beside it")
         shards.setdefault(shard, index.parent / shard)
     return {name: shards[shard] for name, shard in files.items()}
