@@ -15,6 +15,16 @@ void CheckDevice(int device) {
                 Concat("device ", device, " is outside the ", kMaxDevices, " this build supports"));
 }
 
+std::string Capability(int ordinal) {
+  const cuda::Driver& driver = cuda::GetDriver();
+  cuda::Device device;
+  int major, minor;
+  cuda::Check(driver.cuDeviceGet(&device, ordinal), "cuDeviceGet");
+  cuda::Check(driver.cuDeviceGetAttribute(&major, cuda::kCapabilityMajor, device), "capability");
+  cuda::Check(driver.cuDeviceGetAttribute(&minor, cuda::kCapabilityMinor, device), "capability");
+  return Concat(major, ".", minor);
+}
+
 // The 8 bytes of which the driver reads the first 4 for a scalar (little endian, as CUDA hosts are).
 uint64_t ArgumentBits(const Argument& argument, int device, const Buffers& buffers) {
   switch (argument.kind) {
@@ -48,8 +58,10 @@ void LoadedProgram::Load(int device) {
   auto resident = std::make_unique<Resident>();
   resident->context = cuda::PrimaryContext(device);
   cuda::ContextScope scope(resident->context);
+  const std::string place = Concat(", compiled for ", spec_.arch, ", on device ", device,
+                                   " of compute capability ", Capability(device), ",");
   for (size_t i = 0; i < modules_.size(); ++i) {
-    resident->functions.push_back(modules_[i]->Load(spec_.kernels[i], spec_.arch));
+    resident->functions.push_back(modules_[i]->Load(spec_.kernels[i], place));
   }
   owned_[device] = std::move(resident);
   resident_[device].store(owned_[device].get(), std::memory_order_release);

@@ -32,26 +32,26 @@ Module* Module::Intern(std::string_view cubin) {
   return entry->second.get();
 }
 
-cuda::Kernel Module::FindKernel(const KernelSpec& kernel, const std::string& arch) {
+cuda::Kernel Module::FindKernel(const KernelSpec& kernel, const std::string& place) {
   const cuda::Driver& driver = cuda::GetDriver();
   if (library_ == nullptr) {
     cuda::Check(driver.cuLibraryLoadData(&library_, cubin_->data(), nullptr, nullptr, 0, nullptr,
                                          nullptr, 0),
-                Concat("loading kernel ", kernel.entry, ", compiled for ", arch, ","));
+                Concat("loading kernel ", kernel.entry, place));
   }
   cuda::Kernel found = nullptr;
   cuda::Check(driver.cuLibraryGetKernel(&found, library_, kernel.entry.c_str()),
-              Concat("finding kernel ", kernel.entry, " in its cubin"));
+              Concat("finding kernel ", kernel.entry, place));
   return found;
 }
 
-cuda::Function Module::Load(const KernelSpec& kernel, const std::string& arch) {
+cuda::Function Module::Load(const KernelSpec& kernel, const std::string& place) {
   const cuda::Driver& driver = cuda::GetDriver();
   std::lock_guard<std::mutex> lock(mutex_);
   cuda::Function function = nullptr;
-  cuda::Check(driver.cuKernelGetFunction(&function, FindKernel(kernel, arch)),
-              Concat("loading kernel ", kernel.entry, ", compiled for ", arch, ","));
-  cuda::Check(driver.cuFuncLoad(function), Concat("loading the code of ", kernel.entry));
+  cuda::Check(driver.cuKernelGetFunction(&function, FindKernel(kernel, place)),
+              Concat("loading kernel ", kernel.entry, place));
+  cuda::Check(driver.cuFuncLoad(function), Concat("loading the code of ", kernel.entry, place));
   RaiseAttribute(function, cuda::kMaxDynamicSharedBytes, kernel.shared_bytes,
                  Concat("bytes of dynamic shared memory to ", kernel.entry));
   if (kernel.cluster[0] * kernel.cluster[1] * kernel.cluster[2] > kPortableClusterBlocks) {

@@ -20,11 +20,12 @@ class Module {
 
   // The entry point as a function of the current context, its code resident on the device and its
   // shared memory and cluster size allowed. Allocates; never call it while a stream is captured.
-  cuda::Function Load(const KernelSpec& kernel, const std::string& arch);
+  // `place` completes an error's sentence: for what the code was compiled and where it is loaded.
+  cuda::Function Load(const KernelSpec& kernel, const std::string& place);
 
  private:
   explicit Module(const std::string* cubin) : cubin_(cubin) {}
-  cuda::Kernel FindKernel(const KernelSpec& kernel, const std::string& arch);
+  cuda::Kernel FindKernel(const KernelSpec& kernel, const std::string& place);
 
   const std::string* cubin_;
   std::mutex mutex_;

@@ -128,7 +128,8 @@ TEST(ThreadsShareOneProgram) {
 
 TEST(ErrorsNameTheKernelAndTheCause) {
   LoadedProgram missing(MakeProgram("absent", "\177ELFpresent:4;"));
-  CHECK_THROWS(missing.Load(0), "absent", "CUDA_ERROR_NOT_FOUND");
+  CHECK_THROWS(missing.Load(0), "absent, compiled for sm_90a, on device 0 of compute capability ",
+               "CUDA_ERROR_NOT_FOUND");
 
   LoadedProgram program(MakeProgram("failing", "\177ELFfailing:4;"));
   CHECK_THROWS(program.Launch(0, kStream, MakeBuffers()), "'sample' was not loaded on device 0");

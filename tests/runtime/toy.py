@@ -46,6 +46,34 @@ class Scale(Kernel):
         cute.arch.inline_ptx("griddepcontrol.launch_dependents;")
 
 
+@dataclass(frozen=True)
+class Spilling(Kernel):
+    """y[i] = sum of x[i, k] * x[i, 127 - k]: more live values than 1,024 threads have registers."""
+
+    threads: int = 1024
+
+    parameters: ClassVar = (("x", "address"), ("y", "address"))
+
+    @cute.kernel
+    def device(self, x: Int64, y: Int64):
+        thread, _, _ = cute.arch.thread_idx()
+        values = cute.make_rmem_tensor((128,), Float32)
+        for k in cutlass.range_constexpr(32):
+            for part in cutlass.range_constexpr(4):
+                values[4 * k + part] = cute.arch.inline_ptx(
+                    "ld.volatile.global.f32 {$w0}, [{$r0}];",
+                    write_only_types=[Float32],
+                    read_only_args=[x + Int64(thread) * 512 + (4 * k + part) * 4],
+                )
+        total = Float32(0.0)
+        for k in cutlass.range_constexpr(32):
+            total = total + values[k] * values[127 - k]
+            total = total + values[32 + k] * values[95 - k]
+        cute.arch.inline_ptx(
+            "st.global.f32 [{$r0}], {$r1};", read_only_args=[y + Int64(thread) * 4, total]
+        )
+
+
 def scale_program(count: int, factor: float, kernel: Scale | None = None) -> Program:
     """One launch: y = factor * x + shift."""
     kernel = kernel or Scale()
