@@ -1,6 +1,7 @@
 """The router kernels: what they support, how they are built, and their numbers."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -14,6 +15,7 @@ from k3jax.runtime.compile import ARCHS, compile_kernel
 from k3jax.runtime.program import Operand, Result
 from k3jax.runtime.target import Target
 from tests import oracle
+from tests.emulator import run_program
 from tests.support import ROUTED_LIKE_K3, TINY
 
 K3 = MoEConfig.kimi_k3()
@@ -204,79 +206,152 @@ def test_route_is_one_custom_call_with_a_product_before_it_past_the_limit(num_to
     assert text.count("dot_general") == products
 
 
-# Numbers on a GPU.
+# Numbers, of the PTX in the emulator and of the machine code on a GPU.
 
 
-def choose_on_gpu(logits, bias, config):
-    target = Target.current()
-    choose = jax.jit(lambda *arrays: cute.choose(*arrays, config=config, target=target))
-    return choose(jnp.asarray(logits, jnp.float32), jnp.asarray(bias, jnp.float32))
+class Runner:
+    """Runs the op on a GPU, or its program in the emulator.
+
+    Attributes:
+        arch: architecture to emulate; None for the GPU of this machine.
+    """
+
+    def __init__(self, arch):
+        self.arch = arch
+
+    def few_or_many(self, few, many):
+        """How much of a test to run: the emulator is slow."""
+        return few if self.arch else many
+
+    def choose(self, logits, bias, config):
+        arrays = [np.asarray(logits, np.float32), np.asarray(bias, np.float32)]
+        if self.arch:
+            return self.emulate(cute.choose_program(config, len(logits)), arrays)
+        return self.run(cute.choose, arrays, config)
+
+    def route(self, x, weight, bias, config, **options):
+        arrays = [np.asarray(a, jnp.bfloat16) for a in (x, weight)] + [np.asarray(bias, np.float32)]
+        if self.arch:
+            return self.emulate(cute.route_program(config, len(x)), arrays, **options)
+        return self.run(cute.route, arrays, config)
+
+    def emulate(self, program, arrays, **options):
+        emulation = run_program(program, arrays, self.arch, **options)
+        assert all(written.all() for written in emulation.written)
+        return emulation.results[:2]
+
+    def run(self, function, arrays, config):
+        function = functools.partial(function, config=config, target=Target.current())
+        return [np.asarray(result) for result in jax.jit(function)(*arrays)]
 
 
-@pytest.mark.gpu
+@pytest.fixture(params=["sm_90a", "sm_100a", pytest.param(None, marks=pytest.mark.gpu)])
+def runner(request):
+    return Runner(request.param)
+
+
 @pytest.mark.parametrize(("scale", "bias_scale"), [(1.0, 0.05), (4.0, 0.0), (0.2, 0.3)])
-def test_ten_thousand_random_rows(scale, bias_scale):
+def test_random_rows(runner, scale, bias_scale):
     rng = np.random.default_rng()
-    logits = scale * rng.standard_normal((10_000, 896))
+    logits = scale * rng.standard_normal((runner.few_or_many(500, 10_000), 896))
     bias = bias_scale * rng.standard_normal(896)
-    check_choice(choose_on_gpu(logits, bias, K3), logits, bias, K3)
+    check_choice(runner.choose(logits, bias, K3), logits, bias, K3)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_tokens", [3, 40])
-def test_edge_rows_on_gpu(num_tokens):
-    for _, logits, bias in edge_rows(np.random.default_rng(), num_tokens):
-        check_choice(choose_on_gpu(logits, bias, K3), logits, bias, K3)
+@pytest.mark.parametrize("num_tokens", [2, 40])
+def test_edge_rows(runner, num_tokens):
+    for name, logits, bias in edge_rows(np.random.default_rng(), num_tokens):
+        print(name)
+        check_choice(runner.choose(logits, bias, K3), logits, bias, K3)
 
 
-@pytest.mark.gpu
-def test_every_expert_can_win_on_gpu():
-    logits = winner_rows(np.random.default_rng(), np.arange(896))
-    check_choice(choose_on_gpu(logits, np.zeros(896), K3), logits, np.zeros(896), K3)
+def test_any_expert_can_win(runner):
+    winners = runner.few_or_many([0, *range(31, 896, 32), *range(32, 896, 32)], np.arange(896))
+    logits = winner_rows(np.random.default_rng(), winners)
+    got = runner.choose(logits, np.zeros(896), K3)
+    np.testing.assert_array_equal(got[0][:, 0], winners)
+    check_choice(got, logits, np.zeros(896), K3)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_non_finite_logits_on_gpu(bad, renormalize):
+def test_non_finite_logits(runner, bad, renormalize):
     config = dataclasses.replace(K3, renormalize=renormalize, routed_scaling_factor=2.5)
     rng = np.random.default_rng()
     logits = non_finite_rows(rng, bad)
     for bias in (rng.standard_normal(896), -9 - np.abs(rng.standard_normal(896))):
-        check_choice(choose_on_gpu(logits, bias, config), logits, bias, config)
+        check_choice(runner.choose(logits, bias, config), logits, bias, config)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("experts", "top_k"), [(1, 1), (7, 7), (32, 4), (512, 8), (1000, 32), (1024, 16)]
 )
-def test_shapes_on_gpu(experts, top_k):
+@pytest.mark.parametrize("experts_per_thread", [1, 2])
+def test_shapes(runner, experts, top_k, experts_per_thread):
     rng = np.random.default_rng()
-    logits = rng.standard_normal((300, experts))
+    tokens = 3 if experts_per_thread == 1 else cute.MAX_TOKENS + 1
+    logits = rng.standard_normal((tokens, experts))
     bias = 0.1 * rng.standard_normal(experts)
     config = routed(experts, top_k)
-    check_choice(choose_on_gpu(logits, bias, config), logits, bias, config)
+    kernel = cute.choose_program(config, tokens).launches[0].kernel
+    assert kernel.experts_per_thread == experts_per_thread
+    check_choice(runner.choose(logits, bias, config), logits, bias, config)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("config", [K3, TINY], ids=["k3", "tiny"])
-@pytest.mark.parametrize("num_tokens", [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 65])
-def test_route_on_gpu(config, num_tokens):
-    rng = np.random.default_rng()
+def route_inputs(rng, config, num_tokens):
     x = oracle.bf16(rng.standard_normal((num_tokens, config.hidden_size)))
     shape = (config.num_experts, config.hidden_size)
     weight = oracle.bf16(rng.standard_normal(shape) / config.hidden_size**0.5)
-    bias = (0.05 * rng.standard_normal(config.num_experts)).astype(np.float32)
-    target = Target.current()
-    route = jax.jit(lambda *args: cute.route(*args, config=config, target=target))
-    arrays = (jnp.asarray(x, jnp.bfloat16), jnp.asarray(weight, jnp.bfloat16), jnp.asarray(bias))
-    ids, weights = route(*arrays)
-    check_route(ids, weights, x, weight, bias, config)
-    one_by_one = [route(arrays[0][t : t + 1], *arrays[1:]) for t in range(min(num_tokens, 3))]
-    for t, (id_row, weight_row) in enumerate(one_by_one):
-        if num_tokens <= cute.MAX_TOKENS:  # beyond, XLA chooses its order of summation
-            np.testing.assert_array_equal(id_row[0], ids[t])
-            np.testing.assert_array_equal(weight_row[0], weights[t])
+    return x, weight, (0.05 * rng.standard_normal(config.num_experts)).astype(np.float32)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 8, 9, 15, 16, 17, 31, 32])
+def test_route(runner, num_tokens):
+    """Right for every bucket and edge, and a token's result does not depend on the others."""
+    rng = np.random.default_rng()
+    for config in runner.few_or_many((TINY,), (TINY, K3)):
+        x, weight, bias = route_inputs(rng, config, num_tokens)
+        ids, weights = runner.route(x, weight, bias, config)
+        check_route(ids, weights, x, weight, bias, config)
+        for t in {0, num_tokens - 1}:
+            alone = runner.route(x[t : t + 1], weight, bias, config)
+            np.testing.assert_array_equal(alone[0][0], ids[t])
+            np.testing.assert_array_equal(alone[1][0], weights[t])
+
+
+def test_route_at_k3_size(runner):
+    x, weight, bias = route_inputs(np.random.default_rng(), K3, 2)
+    check_route(*runner.route(x, weight, bias, K3), x, weight, bias, K3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [33, 64, 65, 300])
+def test_route_of_many_tokens(num_tokens):
+    x, weight, bias = route_inputs(np.random.default_rng(), K3, num_tokens)
+    check_route(*Runner(None).route(x, weight, bias, K3), x, weight, bias, K3)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_the_schedule_does_not_show(arch):
+    inputs = route_inputs(np.random.default_rng(), TINY, 9)
+    ids, weights = Runner(arch).route(*inputs, TINY)
+    for seed in range(3):
+        again = Runner(arch).route(*inputs, TINY, seed=seed)
+        np.testing.assert_array_equal(again[0], ids)
+        np.testing.assert_array_equal(again[1], weights)
+
+
+def test_a_non_finite_token_spoils_no_other():
+    rng = np.random.default_rng()
+    x, weight, bias = route_inputs(rng, TINY, 3)
+    spoilt = x.copy()
+    spoilt[1, 5] = np.nan
+    ids, weights = Runner("sm_90a").route(x, weight, bias, TINY)
+    got_ids, got_weights = Runner("sm_90a").route(spoilt, weight, bias, TINY)
+    np.testing.assert_array_equal(got_ids[[0, 2]], ids[[0, 2]])
+    np.testing.assert_array_equal(got_weights[[0, 2]], weights[[0, 2]])
+    np.testing.assert_array_equal(got_ids[1], np.arange(TINY.experts_per_token))
+    np.testing.assert_array_equal(got_weights[1], 1 / TINY.experts_per_token)
 
 
 def check_route(ids, weights, x, weight, bias, config):
