@@ -38,8 +38,15 @@ class Access:
         first = int(np.flatnonzero(self.group.active(self.mask).ravel())[0])
         return EmulationError(f"{message} ({self.lane(first)})", self.instruction)
 
+    def undefined(self, flags: np.ndarray) -> None:
+        """Called when a load reads elements, [warps, 32, count], that nothing wrote."""
+        self.group.undefined = flags
+        self.group.grid.device.undefined_load = self.instruction.where
+
     def conflict(self, offset) -> None:
         """Called when lanes of one store wrote different values to one place."""
+        if self.strong:
+            return
         raise RaceError(
             "lanes of one instruction store different values to one address", self.instruction
         )

@@ -96,6 +96,17 @@ class Op:
     branch: "Branch | None" = None
     before: "list[Op]" = field(default_factory=list)
     """Operations to run before this one: the arriving half of an arrive-and-wait."""
+    results: tuple[int, ...] = ()
+    """Slots written, sinks included, in the order of the values."""
+    sources: tuple[int, ...] = ()
+    """Slots of the values that `mark` is given marks for."""
+    stored: tuple[int, ...] = ()
+    """Slots of the values that a store writes to memory; undefined ones may be stored."""
+    addresses: bool = False
+    """A load: its sources say where, so they must be defined."""
+    mark: Callable[..., Any] | None = None
+    """`mark(R, G, flags of sources)`: undefined lanes of the results, where the union of the
+    sources' flags would be too much."""
 
 
 @dataclass
@@ -272,7 +283,8 @@ class Binder:
             run = _single(fn, dsts[0], tuple(srcs))
         else:
             run = _several(fn, tuple(dsts), tuple(srcs))
-        return self.op(self.guarded_pure(run, tuple(dsts)), **kw)
+        run = self.guarded_pure(run, tuple(dsts))
+        return self.op(run, results=tuple(dsts), sources=tuple(srcs), **kw)
 
     def guarded_pure(self, run, dsts):
         if self.ins.guard is None:
@@ -320,7 +332,7 @@ class Binder:
                     R[d] = value if mask is None else np.where(mask, value, R[d])
 
         kw.setdefault("effect", True)
-        return self.op(run, **kw)
+        return self.op(run, results=dsts, sources=srcs, **kw)
 
     def op(self, run, **kw) -> Op:
         return Op(self.ins, run, tuple(self.uses), tuple(self.defs), **kw)

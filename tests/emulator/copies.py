@@ -14,9 +14,8 @@ from .errors import (
     MisalignedError,
     OutOfBoundsError,
     ReadOnlyError,
-    UninitialisedError,
 )
-from .memory import ALLOCATED, FLIGHT, ORDINARY, READ, WRITE
+from .memory import ALLOCATED, FLIGHT, READ, WRITE
 
 
 @dataclass
@@ -104,7 +103,8 @@ class AsyncCopies:
         source = np.where(inside, copy.source[done].astype(np.int64)[:, None] + at, 0)
         shared, memory = self.grid.shared, self.grid.device.memory
         shared.data[target] = np.where(inside, memory.data[source], 0)
-        shared.shadow[target] = ORDINARY
+        defined = np.where(inside, memory.shadow[source] & READ, READ)
+        shared.shadow[target] = ALLOCATED | WRITE | defined
         self.grid.device.progress += 1
 
     def blocks_exited(self, blocks) -> None:
@@ -131,7 +131,7 @@ class BulkCopy:
         size: bytes.
         barrier: index of the mbarrier that it completes on, for loads.
         epoch: its write on the copy engine's clock, for loads.
-        data: the bytes, once read.
+        data, defined: the bytes and which of them were ever written, once read.
     """
 
     instruction: object
@@ -144,6 +144,7 @@ class BulkCopy:
     barrier: int = -1
     epoch: int = 0
     data: np.ndarray | None = None
+    defined: np.ndarray | None = None
     done: bool = False
 
 
@@ -180,7 +181,8 @@ class BulkCopies:
         memory, at = copy.source
         shared, target = copy.target
         shared.data[target : target + copy.size] = memory.data[at : at + copy.size]
-        shared.shadow[target : target + copy.size] = ORDINARY
+        defined = memory.shadow[at : at + copy.size] & READ
+        shared.shadow[target : target + copy.size] = ALLOCATED | WRITE | defined
         self.pending.discard(copy)
         clocks = self.grid.races.agent_clocks(copy.epoch)
         self.grid.part(Mbarriers).complete_bytes(copy.barrier, copy.size, clocks)
@@ -193,7 +195,8 @@ class BulkCopies:
                         (memory, target), size)  # fmt: skip
         self._check(copy)
         grid.races.agent_read(access, number, source, size)
-        grid.shared.shadow[source : source + size] = ALLOCATED | READ | FLIGHT
+        state = grid.shared.shadow[source : source + size]
+        grid.shared.shadow[source : source + size] = (state & READ) | ALLOCATED | FLIGHT
         memory.shadow[target : target + size] = ALLOCATED | FLIGHT
         self.pending.add(copy)
         self._of(number, lane).open.append(copy)
@@ -203,7 +206,8 @@ class BulkCopies:
         if copy.data is None:
             shared, source = copy.source
             copy.data = shared.data[source : source + copy.size].copy()
-            shared.shadow[source : source + copy.size] = ORDINARY
+            copy.defined = shared.shadow[source : source + copy.size] & READ
+            shared.shadow[source : source + copy.size] = ALLOCATED | WRITE | copy.defined
 
     def _finish_store(self, copy: BulkCopy) -> None:
         if copy.done:
@@ -211,7 +215,7 @@ class BulkCopies:
         self._read(copy)
         memory, target = copy.target
         memory.data[target : target + copy.size] = copy.data
-        memory.shadow[target : target + copy.size] = ORDINARY
+        memory.shadow[target : target + copy.size] = ALLOCATED | WRITE | copy.defined
         copy.done = True
         self.pending.discard(copy)
 
@@ -248,11 +252,9 @@ class BulkCopies:
                 raise MisalignedError(f"{where}: address and size must be multiples of 16", ins)
             if wanted == WRITE and (state & FLIGHT).any():
                 raise InFlightError(f"{where}, which another copy still uses", ins)
-            if not (state & wanted).all():
-                if (state & FLIGHT).any():
-                    raise InFlightError(f"{where}, which another copy still writes", ins)
-                if wanted == READ:
-                    raise UninitialisedError(f"{where}: never written", ins)
+            if (state & (FLIGHT | READ) == FLIGHT).any():
+                raise InFlightError(f"{where}, which another copy still writes", ins)
+            if wanted == WRITE and not (state & WRITE).all():
                 raise ReadOnlyError(f"{where}: the program may only read it", ins)
 
     def blocks_exited(self, blocks) -> None:

@@ -95,6 +95,7 @@ class Device:
         self.progress = 0
         self.steps = 0
         self.time = 0
+        self.undefined_load = ""
         self._events: list[tuple[int, int, Callable[[], None]]] = []
         self._event_number = 0
         self.running: list[Grid] = []

@@ -16,6 +16,7 @@ from .memory import SharedMemory
 from .races import Races
 from .specials import special_values, unravel
 from .types import LANES, RAW
+from .undefined import run_marked
 
 FAR = np.int32(END)
 POISON = 0xDEADBEEFDEADBEEF
@@ -27,21 +28,21 @@ class Group:
 
     Attributes:
         grid: the launch.
-        warps: their numbers, as a slice where they are contiguous.
+        numbers: the numbers of the warps.
+        warps: `numbers`, as a slice where they are contiguous.
         count: how many.
         mask: active lanes [count, 32], or None if all are.
+        undefined: elements that the last load read and nothing wrote, or None.
+        storing: elements of the running store that are undefined, or None.
     """
 
-    __slots__ = ("_numbers", "count", "grid", "mask", "warps")
+    __slots__ = ("count", "grid", "mask", "numbers", "storing", "undefined", "warps")
 
     def __init__(self, grid, warps, numbers, mask):
         self.grid, self.warps, self.mask = grid, warps, mask
-        self._numbers = numbers
+        self.numbers = numbers
         self.count = len(numbers)
-
-    @property
-    def numbers(self) -> np.ndarray:
-        return self._numbers
+        self.undefined = self.storing = None
 
     def rows(self, per_warp: np.ndarray) -> np.ndarray:
         """The group's rows of an array with one row per warp of the grid."""
@@ -93,6 +94,7 @@ class Grid:
         self.races = Races(self)
         self.template: list[np.ndarray | None] = [None] * code.slots.count
         self.parts: dict[str, object] = {}
+        self.marks: dict[int, np.ndarray] = {}
         self._fill_slots()
 
     def part(self, kind, *args):
@@ -206,18 +208,28 @@ class Grid:
             stored = self.slots[slot]
             if stored is not None:
                 R[slot] = stored[warps]
-        ready = None
+        marks = self._marks(block, warps) if self.marks else None
+        ready = op = None
         try:
-            for op in block.operations:
-                ready = op.run(R, group)
+            if marks:
+                ready = run_marked(block, R, group, marks, 0)
+            else:
+                for i, op in enumerate(block.operations):
+                    ready = op.run(R, group)
+                    if group.undefined is not None:
+                        marks = {}
+                        ready = run_marked(block, R, group, marks, i + 1, ready)
+                        break
         except EmulationError:
             raise
         except Exception as error:
-            raise EmulationError(f"internal: {error!r}", op.instruction) from error
+            raise EmulationError(f"internal: {error!r}", op and op.instruction) from error
         if block.waits and ready is not None:
             mask = self._park(numbers, mask, group.wide(ready))
             group.mask = None if mask.all() else mask
         self._keep(block, R, group, mask)
+        if marks is not None or self.marks:
+            self._keep_marks(block, marks or {}, group, mask)
         self._jump(pc, block, R, group, mask)
         self.device.steps += 1
 
@@ -281,6 +293,20 @@ class Grid:
                     stored[group.warps] = value
             else:
                 stored[group.warps] = np.where(mask, value, stored[group.warps])
+
+    def _marks(self, block, warps) -> dict[int, np.ndarray]:
+        """Undefined lanes of the slots that a block loads."""
+        found = {slot: self.marks[slot][warps] for slot in block.loads if slot in self.marks}
+        return {slot: flags for slot, flags in found.items() if flags.any()}
+
+    def _keep_marks(self, block, marks, group, mask) -> None:
+        for slot in block.stores:
+            if slot not in marks and slot not in self.marks:
+                continue
+            kept = self.marks.setdefault(slot, np.zeros((self.num_warps, LANES), bool))
+            kept[group.warps] = np.where(mask, marks.get(slot, False), kept[group.warps])
+            if not kept.any():
+                del self.marks[slot]
 
     def _jump(self, pc: int, block, R, group, mask) -> None:
         numbers = group.numbers

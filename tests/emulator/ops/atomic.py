@@ -4,6 +4,7 @@ import numpy as np
 
 from ..access import Access
 from ..binding import Binder, Op, instruction
+from ..errors import UninitialisedError
 from ..instruction import Vector
 from .floating import fused
 from .memory import Road, take_hints, take_order, take_space
@@ -80,6 +81,8 @@ def _update(road: Road, G, mask, base, values, combine) -> np.ndarray:
     access.ordered_read(memory, offset, unit)
     access.ordered_write(memory, offset, unit)
     found = memory.load(offset, unit, 1, mask, access).copy()
+    if G.undefined is not None:
+        raise UninitialisedError("an atomic update of memory that nothing wrote", road.ins)
     active = np.flatnonzero(G.active(mask).ravel())
     flat = offset.ravel()[active]
     values = [G.wide(v).ravel()[active] for v in values]

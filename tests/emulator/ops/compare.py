@@ -94,7 +94,12 @@ def selp(b: Binder) -> Op:
     slot, negate = b.predicate(p)
     if negate:
         srcs.reverse()
-    return b.pure(lambda s, t, c: np.where(c, s, t), [b.dst(d, kind.bits)], [*srcs, slot])
+
+    def mark(R, G, flags):
+        return [np.where(R[slot], flags[0], flags[1]) | flags[2]]
+
+    dsts = [b.dst(d, kind.bits)]
+    return b.pure(lambda s, t, c: np.where(c, s, t), dsts, [*srcs, slot], mark=mark)
 
 
 @instruction("slct")

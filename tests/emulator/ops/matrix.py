@@ -76,7 +76,15 @@ def mma(b: Binder) -> Op:
         c = _accumulator(registers[count + count // 2 :]).view(np.float32)
         return _fragments(fused_dot_add(rows, columns, c, smallest))
 
-    return b.effect(fn, dsts, srcs, effect=False, sync="all")
+    def mark(R, G, flags):
+        """A row of A spoils a row of D, a column of B a column."""
+        rows = np.stack(flags[:count], axis=-1).reshape(-1, 8, 4, count // 2, 2).any(axis=(2, 3))
+        columns = np.stack(flags[count : count + count // 2]).any(axis=0).reshape(-1, 8, 4)
+        spoilt = _accumulator(flags[count + count // 2 :])
+        spoilt = spoilt | rows.transpose(0, 2, 1).reshape(-1, 16, 1)
+        return _fragments(spoilt | columns.any(axis=2)[:, None, :])
+
+    return b.effect(fn, dsts, srcs, effect=False, sync="all", mark=mark)
 
 
 @instruction("ldmatrix")
@@ -98,6 +106,12 @@ def ldmatrix(b: Binder) -> Op:
         if mask is not None:
             giving = giving & mask
         words = road.load(G, None if giving.all() else giving, base)
+        if G.undefined is not None:
+            flags = _distribute(np.where(G.undefined, np.uint32(0xFFFFFFFF), np.uint32(0)))
+            G.undefined = np.stack(flags, axis=-1) != 0
+        return _distribute(words)
+
+    def _distribute(words):
         halves = np.ascontiguousarray(words).view(np.uint16).reshape(-1, 4, 8, 8)[:, :count]
         if transposed:
             halves = halves.transpose(0, 1, 3, 2)
@@ -105,7 +119,7 @@ def ldmatrix(b: Binder) -> Op:
         lanes = np.ascontiguousarray(halves).view(np.uint32).reshape(-1, count, LANES)
         return [np.ascontiguousarray(lanes[:, i]) for i in range(count)]
 
-    return b.effect(fn, dsts, [address[0]], effect=False, sync="all")
+    return b.effect(fn, dsts, [address[0]], effect=False, sync="all", addresses=True)
 
 
 @instruction("stmatrix")

@@ -32,11 +32,11 @@ def take_hints(b: Binder) -> bool:
     return False
 
 
-def take_order(b: Binder) -> tuple[str, bool]:
-    """Takes semantics and scope: the semantics, and whether the access is a strong one."""
+def take_order(b: Binder) -> bool:
+    """Takes semantics and scope; whether the access is a strong (synchronising) one."""
     semantics = b.one_of(*_SEMANTICS, default="weak")
     b.one_of(*_SCOPES, default="")
-    return semantics, semantics != "weak"
+    return semantics != "weak"
 
 
 def take_count(b: Binder) -> int:
@@ -47,7 +47,7 @@ def take_count(b: Binder) -> int:
 @instruction("ld", "ldu")
 def ld(b: Binder) -> Op:
     """Load, scalar or vector."""
-    semantics, strong = take_order(b)
+    strong = take_order(b)
     space = take_space(b)
     if space == "param":
         return _ld_param(b)
@@ -73,7 +73,7 @@ def ld(b: Binder) -> Op:
             return (finish[0](values),)
         return [f(values[..., i]) for i, f in enumerate(finish)]
 
-    return b.effect(fn, dsts, [address[0]], effect=strong, poll=strong)
+    return b.effect(fn, dsts, [address[0]], effect=strong, poll=strong, addresses=True)
 
 
 def _extender(kind, raw):
@@ -108,7 +108,7 @@ def _ld_param(b: Binder) -> Op:
 @instruction("st")
 def st(b: Binder) -> Op:
     """Store, scalar or vector."""
-    semantics, strong = take_order(b)
+    strong = take_order(b)
     if b.flag("async"):
         raise b.unknown("st.async is not implemented")
     space = take_space(b)
@@ -135,7 +135,7 @@ def st(b: Binder) -> Op:
         data = values[0] if count == 1 else np.stack(values, axis=-1)
         road.store(G, mask, base, data)
 
-    return b.effect(fn, [], [address[0], *srcs])
+    return b.effect(fn, [], [address[0], *srcs], stored=tuple(srcs))
 
 
 def _source_bits(b: Binder, operand, bits: int) -> int:
@@ -210,4 +210,6 @@ class Road:
         access.note(memory, offset, self.unit * self.count)
         access.ordered_write(memory, offset, self.unit * self.count)
         memory.store(offset, values, self.unit, self.count, mask, access)
+        if G.storing is not None:
+            memory.forget(offset, self.unit, G.storing & G.active(mask)[..., None])
         G.grid.device.progress += 1

@@ -48,7 +48,13 @@ def shfl(b: Binder) -> Op:
                 )
         return (result, inside)[: len(dsts)]
 
-    return b.effect(fn, dsts, [*srcs, slot], effect=False, sync=sync)
+    def mark(R, G, flags):
+        source, _ = _source_lane(mode, G.wide(R[srcs[1]]), G.wide(R[srcs[2]]))
+        moved = np.take_along_axis(G.wide(flags[0]), source, axis=1)
+        where = flags[1] | flags[2] | flags[3]
+        return [moved | where, where][: len(dsts)]
+
+    return b.effect(fn, dsts, [*srcs, slot], effect=False, sync=sync, mark=mark)
 
 
 def _source_lane(mode: str, lane, clamp):
