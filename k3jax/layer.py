@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from k3jax.config import MoEConfig
 from k3jax.ops.experts.api import routed_experts
-from k3jax.ops.router import reference as router
+from k3jax.ops.router.api import route
 from k3jax.ops.shared_expert.reference import shared_expert
 from k3jax.ops.tail.api import latent_tail
 from k3jax.parallel import Parallel, RankGroup, run_sharded
@@ -96,7 +96,14 @@ def _moe_local(
     x, mask = inputs["x"], inputs.get("token_mask")
     if mask is not None:
         x = jnp.where(mask[:, None], x, 0)
-    ids, weights = _route(params, x, inputs.get("router_logits"), config)
+    ids, weights = route(
+        x,
+        params.gate,
+        config=config,
+        tier=plan.router.tier,
+        target=plan.target,
+        logits=inputs.get("router_logits"),
+    )
     z = inputs.get("routed_input")
     if z is None:
         z = _linear(x, params.routed_expert_down_proj)
@@ -116,18 +123,6 @@ def _moe_local(
         group=group,
         tier=plan.tail.tier,
         scattered=plan.output == "scattered",
-    )
-
-
-def _route(params: MoEParams, x, logits, config: MoEConfig) -> tuple[jax.Array, jax.Array]:
-    if logits is None:
-        logits = router.logits(x, params.gate.weight)
-    return router.choose(
-        logits,
-        params.gate.e_score_correction_bias,
-        config.experts_per_token,
-        config.renormalize,
-        config.routed_scaling_factor,
     )
 
 

@@ -4,6 +4,7 @@
 name, so the same op code serves every number of ranks.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,28 @@ class Parallel:
                 )
         if self.axis in self.token_axes:
             raise ValueError(f"axis {self.axis!r} cannot split both weights and tokens")
+
+    @classmethod
+    def over_devices(cls, tp: int) -> "Parallel | None":
+        """The first `tp` devices of this machine; None, which is one device, for tp=1.
+
+        Without a GPU the CPU stands for as many virtual devices as that takes, if JAX has not
+        counted its devices yet.
+
+        Raises:
+            ValueError: there are fewer devices.
+        """
+        with contextlib.suppress(RuntimeError):  # devices exist already: they have to do
+            jax.config.update("jax_num_cpu_devices", tp)
+        devices = jax.devices()
+        if len(devices) < tp:
+            raise ValueError(
+                f"tp={tp} needs {tp} devices, there are {len(devices)} ({devices[0].platform}); "
+                f"use a smaller tp, or JAX_PLATFORMS=cpu in a new process for virtual ones"
+            )
+        if tp == 1:
+            return None
+        return cls(jax.make_mesh((tp,), ("tp",), (AxisType.Auto,), devices=devices[:tp]))
 
     @property
     def tp(self) -> int:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from k3jax.config import MoEConfig
 from k3jax.ops.experts.api import ExpertsTier
+from k3jax.ops.router.api import RouterTier
+from k3jax.ops.router.api import kernel_refusal as router_refusal
 from k3jax.ops.tail.api import TailTier
 from k3jax.runtime.target import Target
 
@@ -34,6 +36,7 @@ class LayerPlan:
         tp: ranks that split the weights.
         target: device that the plan is for.
         output: "replicated" or "scattered".
+        router: tier of the router.
         experts: tier of the routed experts.
         tail: tier of the latent tail.
     """
@@ -42,6 +45,7 @@ class LayerPlan:
     tp: int
     target: Target
     output: str
+    router: Choice[RouterTier]
     experts: Choice[ExpertsTier]
     tail: Choice[TailTier]
 
@@ -53,7 +57,7 @@ class LayerPlan:
         return f"{self.num_tokens} tokens, tp={self.tp}, {self.target.kind}: " + "; ".join(parts)
 
 
-PARTS = ("experts", "tail")
+PARTS = ("router", "experts", "tail")
 
 
 def plan_layer(
@@ -64,6 +68,7 @@ def plan_layer(
     target: Target | str | None = None,
     output: str = "replicated",
     overlap_limit: int = DEFAULT_OVERLAP_LIMIT,
+    router: RouterTier | str | None = None,
     experts: ExpertsTier | str | None = None,
     tail: TailTier | str | None = None,
 ) -> LayerPlan:
@@ -76,6 +81,7 @@ def plan_layer(
         target: device, or its kind ("cpu", "h200", "b200"); the current one if None.
         output: "replicated" for [T, H] on every rank, "scattered" for [T, H / tp].
         overlap_limit: most tokens for ALLREDUCE_OVERLAP.
+        router: force this tier.
         experts: force this tier.
         tail: force this tier.
 
@@ -94,6 +100,7 @@ def plan_layer(
         tp,
         target,
         output,
+        router=_choose("router", RouterTier, _router_table(config, target), router),
         experts=_choose("experts", ExpertsTier, _experts_table(), experts),
         tail=_choose(
             "tail", TailTier, _tail_table(config, num_tokens, tp, output, overlap_limit), tail
@@ -109,6 +116,13 @@ class _Row[Tier]:
     reason: str
     refusal: str | None = None
     preferred: bool = True
+
+
+def _router_table(config: MoEConfig, target: Target) -> list[_Row[RouterTier]]:
+    return [
+        _Row(RouterTier.KERNEL, f"compiled for {target.arch}", router_refusal(config, target)),
+        _Row(RouterTier.XLA, "runs everywhere"),
+    ]
 
 
 def _experts_table() -> list[_Row[ExpertsTier]]:
@@ -137,13 +151,13 @@ def _tail_table(
         _Row(TailTier.TAIL_FUSION, "fused kernels", fused or "not built"),
         _Row(
             TailTier.ALLREDUCE_OVERLAP,
-            f"{num_tokens} tokens are within the overlap limit of {overlap_limit}",
+            f"within the overlap limit of {overlap_limit} tokens",
             merged,
             preferred=within,
         ),
         _Row(
             TailTier.COLUMN_PARALLEL,
-            f"{num_tokens} tokens are past the overlap limit of {overlap_limit}",
+            f"past the overlap limit of {overlap_limit} tokens",
             merged,
             preferred=not within,
         ),

@@ -27,7 +27,7 @@ def test_tail_by_token_count(num_tokens, tail):
 def test_overlap_limit_moves_the_crossover():
     plan = plan_layer(K3, 65, tp=8, target="cpu", overlap_limit=64)
     assert plan.tail.tier == TailTier.COLUMN_PARALLEL
-    assert "past the overlap limit of 64" in plan.tail.reason
+    assert "past the overlap limit of 64 tokens" in plan.tail.reason
 
 
 @pytest.mark.parametrize(
@@ -86,4 +86,4 @@ def test_plans_are_equal_on_all_ranks():
 def test_the_log_line_names_every_choice():
     line = str(plan_layer(K3, 300, tp=8, target="b200"))
     assert "300 tokens, tp=8, b200" in line
-    assert "tail=column_parallel (300 tokens are past" in line
+    assert "tail=column_parallel (past the overlap limit" in line

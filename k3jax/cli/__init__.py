@@ -8,9 +8,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from k3jax.cli import make_checkpoint, plan, run
+from k3jax.cli import demo, make_checkpoint, plan, run
 
 _VERBS = {
+    "demo": demo,
     "plan": plan,
     "run": run,
     "make-checkpoint": make_checkpoint,
