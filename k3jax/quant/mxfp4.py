@@ -45,12 +45,14 @@ class Mxfp4Array:
 
 def unpack_codes(packed: jax.Array) -> jax.Array:
     """uint8 [..., K/2] -> E2M1 codes 0..15, uint8 [..., K]."""
-    return jnp.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
+    *rows, half = packed.shape
+    return jnp.stack([packed & 15, packed >> 4], axis=-1).reshape(*rows, 2 * half)
 
 
 def pack_codes(codes: jax.Array) -> jax.Array:
     """E2M1 codes 0..15, uint8 [..., K] -> uint8 [..., K/2]; the inverse of `unpack_codes`."""
-    pairs = codes.reshape(*codes.shape[:-1], -1, 2)
+    *rows, width = codes.shape
+    pairs = codes.reshape(*rows, width // 2, 2)
     return pairs[..., 0] | (pairs[..., 1] << 4)
 
 
@@ -61,17 +63,18 @@ def quantize(x: jax.Array) -> Mxfp4Array:
     saturates at 6; elements round to nearest, ties to even. A group of zeros gets scale byte 127, a
     group with NaN or infinity gets 255.
     """
-    if x.shape[-1] % MXFP4_GROUP_SIZE:
+    *rows, width = x.shape
+    if width % MXFP4_GROUP_SIZE:
         raise ValueError(
-            f"x has last axis {x.shape[-1]}; MXFP4 groups need a multiple of {MXFP4_GROUP_SIZE}"
+            f"x has last axis {width}; MXFP4 groups need a multiple of {MXFP4_GROUP_SIZE}"
         )
-    groups = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, MXFP4_GROUP_SIZE)
+    groups = x.astype(jnp.float32).reshape(*rows, width // MXFP4_GROUP_SIZE, MXFP4_GROUP_SIZE)
     largest = jnp.max(jnp.abs(groups), axis=-1)
     exponent = (lax.bitcast_convert_type(largest, jnp.uint32) >> 23).astype(jnp.int32)
     byte = jnp.clip(exponent - 2, 0, 254)
     inverse = lax.bitcast_convert_type((254 - byte) << 23, jnp.float32)  # 2^(127 - byte)
     byte = jnp.where(largest == 0, 127, jnp.where(jnp.isfinite(largest), byte, 255))
-    values = (groups * inverse[..., None]).astype(jnp.float4_e2m1fn).reshape(*x.shape[:-1], -1, 2)
+    values = (groups * inverse[..., None]).astype(jnp.float4_e2m1fn).reshape(*rows, width // 2, 2)
     return Mxfp4Array(lax.bitcast_convert_type(values, jnp.uint8), byte.astype(jnp.uint8))
 
 

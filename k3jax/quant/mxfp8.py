@@ -46,11 +46,12 @@ def quantize(x: jax.Array) -> Mxfp8Array:
     conversion to E4M3 does not saturate. A group of zeros gets scale byte 0, a group with NaN or
     infinity gets 255.
     """
-    if x.shape[-1] % MXFP8_GROUP_SIZE:
+    *rows, width = x.shape
+    if width % MXFP8_GROUP_SIZE:
         raise ValueError(
-            f"x has last axis {x.shape[-1]}; MXFP8 groups need a multiple of {MXFP8_GROUP_SIZE}"
+            f"x has last axis {width}; MXFP8 groups need a multiple of {MXFP8_GROUP_SIZE}"
         )
-    groups = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, MXFP8_GROUP_SIZE)
+    groups = x.astype(jnp.float32).reshape(*rows, width // MXFP8_GROUP_SIZE, MXFP8_GROUP_SIZE)
     largest = jnp.max(jnp.abs(groups), axis=-1)
     bits = lax.bitcast_convert_type(largest, jnp.uint32).astype(jnp.int32)
     # 448 = 1.75 * 2^8, so the quotient's exponent is 8 less, one more past a mantissa of 1.75.
