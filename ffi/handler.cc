@@ -53,7 +53,7 @@ ffi::ErrorOr<std::unique_ptr<ProgramState>> Instantiate(std::string_view name,
   }
 }
 
-ffi::Error Initialize(int32_t device, ProgramState* state, ffi::Dictionary) {
+ffi::Error Initialize(int32_t device, ProgramState* state) {
   try {
     state->program.Load(device);
     return ffi::Error::Success();
@@ -83,7 +83,7 @@ Buffers Addresses(const ProgramSpec& spec, ffi::RemainingArgs& operands,
 }
 
 ffi::Error Execute(cuda::Stream stream, int32_t device, ProgramState* state,
-                   ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Dictionary) {
+                   ffi::RemainingArgs operands, ffi::RemainingRets results) {
   try {
     state->program.Launch(device, stream, Addresses(state->program.spec(), operands, results));
     return ffi::Error::Success();
@@ -106,8 +106,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(k3jax_launch_instantiate, k3jax::Instantiate,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(k3jax_launch_initialize, k3jax::Initialize,
                               ffi::Ffi::BindInitialize()
                                   .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::State<k3jax::ProgramState>>()
-                                  .Attrs());
+                                  .Ctx<ffi::State<k3jax::ProgramState>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(k3jax_launch_execute, k3jax::Execute,
                               ffi::Ffi::Bind()
@@ -115,8 +114,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(k3jax_launch_execute, k3jax::Execute,
                                   .Ctx<ffi::DeviceOrdinal>()
                                   .Ctx<ffi::State<k3jax::ProgramState>>()
                                   .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attrs(),
+                                  .RemainingRets(),
                               {ffi::Traits::kCmdBufferCompatible});
 
 extern "C" void* k3jax_program_state_id() { return &k3jax::ProgramState::id; }

@@ -6,7 +6,10 @@
 #ifndef K3JAX_FFI_TESTS_FAKE_CUDA_H_
 #define K3JAX_FFI_TESTS_FAKE_CUDA_H_
 
+#include <dlfcn.h>
+
 #include <cstdint>
+#include <cstdio>
 #include <map>
 #include <string>
 #include <vector>
@@ -33,6 +36,16 @@ struct FakeCuda {
   std::map<std::string, int> non_portable;  // by entry
   int context_depth = 0;                    // pushes less pops
 };
+
+// Opens the fake driver named by the one argument, or prints why not and returns null.
+inline FakeCuda* OpenFakeCuda(int argc, char** argv) {
+  void* library = argc == 2 ? dlopen(argv[1], RTLD_NOW | RTLD_GLOBAL) : nullptr;
+  if (library == nullptr) {
+    std::printf("usage: %s FAKE_LIBCUDA (%s)\n", argv[0], argc == 2 ? dlerror() : "no argument");
+    return nullptr;
+  }
+  return reinterpret_cast<FakeCuda* (*)()>(dlsym(library, "fake_cuda"))();
+}
 
 }  // namespace k3jax::testing
 

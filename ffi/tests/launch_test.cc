@@ -3,10 +3,7 @@
 
 #include "../launch.h"
 
-#include <dlfcn.h>
-
 #include <cstdint>
-#include <cstdio>
 #include <string>
 #include <thread>
 #include <utility>
@@ -165,12 +162,6 @@ TEST(WorkspacesAreFoundPerDeviceAndNeverMove) {
 
 // The one argument is the fake driver. Open it first: the library then finds it as libcuda.so.1.
 int main(int argc, char** argv) {
-  void* library = argc == 2 ? dlopen(argv[1], RTLD_NOW | RTLD_GLOBAL) : nullptr;
-  if (library == nullptr) {
-    std::printf("usage: launch_test FAKE_LIBCUDA: %s\n", argc == 2 ? dlerror() : "no argument");
-    return 2;
-  }
-  using Getter = k3jax::testing::FakeCuda* (*)();
-  k3jax::fake = reinterpret_cast<Getter>(dlsym(library, "fake_cuda"))();
-  return k3jax::testing::RunTests();
+  k3jax::fake = k3jax::testing::OpenFakeCuda(argc, argv);
+  return k3jax::fake ? k3jax::testing::RunTests() : 2;
 }
