@@ -24,6 +24,15 @@ ROUTED_LIKE_K3 = MoEConfig(
     num_shared_experts=1,
 )
 """All of K3's experts and choices, at a width that costs nothing."""
+SMALL = MoEConfig(
+    hidden_size=64,
+    latent_size=32,
+    num_experts=8,
+    experts_per_token=2,
+    expert_intermediate_size=256,
+    num_shared_experts=1,
+)
+"""For tests of what is around the numbers; splits up to 8 ways."""
 
 WHOLE_LAYER = 6e-3
 """Relative L2 error allowed between a W4A16 layer and the unrounded float64 layer.
@@ -35,6 +44,12 @@ ONE_OP = 3e-3
 """Relative L2 error allowed for one op whose output is rounded once to bfloat16.
 
 Half a bfloat16 ulp is at most 2^-9 = 2e-3 of a value; a flipped rounding inside adds a little.
+"""
+
+GRADIENT = 2e-2
+"""Relative L2 error allowed between gradients by two orders of the same bfloat16 operations.
+
+The backward pass rounds to bfloat16 after every operation and sums over ranks in that dtype.
 """
 
 
@@ -58,6 +73,14 @@ def numpy_params(params: MoEParams, config: MoEConfig) -> dict[str, np.ndarray]:
 def parallel_of(tp: int, axis: str = "tp", kind: AxisType = AxisType.Auto) -> Parallel:
     mesh = jax.make_mesh((tp,), (axis,), axis_types=(kind,), devices=jax.devices()[:tp])
     return Parallel(mesh, axis)
+
+
+@functools.cache
+def data_and_tensor_parallel(kind: AxisType = AxisType.Auto) -> Parallel:
+    """Tokens split two ways over "data", weights four ways over "model"."""
+    devices = jax.devices()[:8]
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind), devices=devices)
+    return Parallel(mesh, "model", ("data",))
 
 
 @functools.cache

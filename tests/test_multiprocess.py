@@ -14,23 +14,14 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from k3jax.config import MoEConfig
 from k3jax.layer import moe_layer
 from k3jax.parallel import Parallel
 from k3jax.params import init_params, param_specs
 from k3jax.plan import plan_layer
-from tests.support import bits, tokens_of
+from tests.support import SMALL, bits, tokens_of
 
 PROCESSES, DEVICES, TP = 2, 4, 8
-TIMEOUT = 150
-CONFIG = MoEConfig(
-    hidden_size=64,
-    latent_size=32,
-    num_experts=8,
-    experts_per_token=2,
-    expert_intermediate_size=256,
-    num_shared_experts=1,
-)
+TIMEOUT = 120
 CASES = {
     "allreduce_overlap": "replicated",
     "column_parallel": "replicated",
@@ -49,16 +40,16 @@ def outputs() -> dict[str, np.ndarray]:
             host.shape, parallel.sharding(spec), lambda index: host[index]
         )
 
-    params = jax.jit(init_params, static_argnums=0)(CONFIG, jax.random.key(0))
-    params = jax.tree.map(place, params, param_specs(CONFIG, parallel.axis))
-    x = place(tokens_of(9, CONFIG.hidden_size), P())
+    params = jax.jit(init_params, static_argnums=0)(SMALL, jax.random.key(0))
+    params = jax.tree.map(place, params, param_specs(SMALL, parallel.axis))
+    x = place(tokens_of(9, SMALL.hidden_size), P())
 
     @jax.jit
     def layers(params, x):
         def layer(tail, output):
-            plan = plan_layer(CONFIG, len(x), tp=TP, output=output, tail=tail)
+            plan = plan_layer(SMALL, len(x), tp=TP, output=output, tail=tail)
             return moe_layer(
-                params, x, config=CONFIG, parallel=parallel, plan=plan, output=output
+                params, x, config=SMALL, parallel=parallel, plan=plan, output=output
             ).astype(np.float32)
 
         return {tail: layer(tail, output) for tail, output in CASES.items()}
