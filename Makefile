@@ -17,11 +17,12 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do \
 CPU := JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
 SOURCES := pyproject.toml ffi/CMakeLists.txt $(wildcard ffi/*.cc ffi/*.h)
 
-.PHONY: help demo test lint unit native bazel protocol clean
+.PHONY: help demo test lint unit native bazel protocol gpu clean
 
 help:
 	@echo 'make demo      set up, then run one layer end to end on this machine'
 	@echo 'make test      set up, then lint, unit tests, native tests, protocol check'
+	@echo 'make gpu       set up for the GPU here, then the tests that need one, and a report'
 	@echo 'make lint      ruff format, ruff check, pyright'
 	@echo 'make clean     remove what the above made'
 
@@ -58,6 +59,11 @@ protocol:
 	  sh tests/protocol/check.sh; \
 	fi
 
+gpu: $(VENV)/.gpu
+	mkdir -p build/gpu
+	JAX_PLATFORMS=cuda,cpu $(PY) -m pytest -m gpu --junitxml build/gpu/tests.xml
+	JAX_PLATFORMS=cuda,cpu $(VENV)/bin/k3jax doctor --json > build/gpu/doctor.json
+
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo 'k3jax needs Python 3.12 or newer with venv and pip: install it' \
 	  '(Debian or Ubuntu: apt-get install python3.12 python3.12-venv; elsewhere pyenv install 3.12),' \
@@ -71,6 +77,10 @@ $(VENV)/.demo: $(SOURCES) | $(VENV)/bin/python
 $(VENV)/.test: $(SOURCES) | $(VENV)/bin/python
 	$(PY) -m pip install --quiet --editable '.[test,dev]'
 	$(PY) -m pip install --quiet --no-deps jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2
+	touch $@ $(VENV)/.demo
+
+$(VENV)/.gpu: $(SOURCES) | $(VENV)/bin/python
+	$(PY) -m pip install --quiet --editable '.[cuda13,test]'
 	touch $@ $(VENV)/.demo
 
 clean:

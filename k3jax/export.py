@@ -13,7 +13,18 @@ from typing import Any, Literal
 import jax
 import jax.export
 
+from k3jax.params import ExpertParams, GateParams, MoEParams, SharedExpertParams
+from k3jax.quant.mxfp4 import Mxfp4Array
 from k3jax.runtime import ffi
+
+for _node in (ExpertParams, GateParams, MoEParams, Mxfp4Array, SharedExpertParams):
+    # An exported function names the types of its arguments; these have no static fields to store.
+    jax.export.register_pytree_node_serialization(
+        _node,
+        serialized_name=f"k3jax.{_node.__name__}",
+        serialize_auxdata=lambda fields: b"",
+        deserialize_auxdata=lambda data: (),
+    )
 
 
 def export_function(

@@ -4,6 +4,7 @@ import logging
 from dataclasses import dataclass
 
 from k3jax.config import MoEConfig
+from k3jax.ops.check import distrust
 from k3jax.ops.experts.api import ExpertsTier
 from k3jax.ops.router.api import RouterTier
 from k3jax.ops.router.api import kernel_refusal as router_refusal
@@ -120,7 +121,11 @@ class _Row[Tier]:
 
 def _router_table(config: MoEConfig, target: Target) -> list[_Row[RouterTier]]:
     return [
-        _Row(RouterTier.KERNEL, f"compiled for {target.arch}", router_refusal(config, target)),
+        _Row(
+            RouterTier.KERNEL,
+            f"compiled for {target.arch}",
+            router_refusal(config, target) or distrust("router", target),
+        ),
         _Row(RouterTier.XLA, "runs everywhere"),
     ]
 

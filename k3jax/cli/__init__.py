@@ -1,20 +1,24 @@
 """The command line, `k3jax VERB`.
 
-Each verb is a module here with `add_arguments(parser)` and `run(args)`; its docstring is its help.
-A module imports jax, and what needs jax, only inside `run`, so that help is instant.
+Each verb is a module here with `add_arguments(parser)` and `run(args)`, which returns an exit status
+or None for 0; its docstring is its help. A module imports jax, and what needs jax, only inside
+`run`.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 
-from k3jax.cli import demo, make_checkpoint, plan, run
+from k3jax.cli import demo, doctor, export, kernels, make_checkpoint, plan, run
 
 _VERBS = {
     "demo": demo,
     "plan": plan,
     "run": run,
     "make-checkpoint": make_checkpoint,
+    "export": export,
+    "doctor": doctor,
+    "kernels": kernels,
 }
 
 
@@ -22,13 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb; what the user got wrong is one message on stderr and status 2."""
     args = _parser().parse_args(argv)
     try:
-        args.run(args)
+        return args.run(args) or 0
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
         if args.traceback:
             raise
         print(f"k3jax {args.verb}: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 class _Parser(argparse.ArgumentParser):
