@@ -39,7 +39,7 @@ class Report:
 
 
 def gpu_mesh(kind: str, num_devices: int, axis: str = "tp") -> Any:
-    """A mesh of described devices; only inside `compile_apart`'s process."""
+    """A mesh of described devices; compiling for it needs the CUDA plugin."""
     from jax.experimental import topologies
 
     config = (DATA / f"{kind}.txtpb").read_text()
@@ -80,6 +80,24 @@ def compile_apart(build: Callable[..., Any], dump: Path, *args: Any) -> Report:
     (thunks,) = dump.glob("*thunk_sequence_after_thunk_passes.txt")
     temp_bytes = int(result.stdout.splitlines()[-1])
     return Report(hlo.read_text(), tuple(_read_thunks(thunks.read_text())), temp_bytes)
+
+
+def instructions(hlo: str, opcode: str) -> list[str]:
+    """The lines of HLO text whose instruction is `opcode`, synchronous or started."""
+    return re.findall(rf"^.* = \S.*? {opcode}(?:-start)?\(.*$", hlo, re.MULTILINE)
+
+
+def result_bytes(line: str) -> int:
+    """Bytes of the largest array that the instruction on a line of HLO text makes."""
+    widths = {"pred": 1, "u8": 1, "s8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4}
+    result = line.split(" = ", 1)[1].split("(", 1)[0] if "= (" not in line else line
+    sizes = [0]
+    for dtype, dims in re.findall(r"\b(\w+?)\[([\d,]*)\]", result):
+        size = widths.get(dtype, 8)
+        for dim in filter(None, dims.split(",")):
+            size *= int(dim)
+        sizes.append(size)
+    return max(sizes)
 
 
 def _read_thunks(text: str):

@@ -12,7 +12,9 @@ from k3jax.layer import moe_layer
 from k3jax.parallel import Parallel
 from k3jax.params import abstract_params, param_specs
 from k3jax.plan import plan_layer
-from tests.deviceless import instructions, mesh_of, result_bytes
+from tests.device_free import gpu_mesh, instructions, result_bytes
+
+pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the CUDA plugin (no CUDA libraries)")
 
 K3 = MoEConfig.kimi_k3()
 TP = 8
@@ -20,7 +22,7 @@ UP_PROJECTION = K3.hidden_size * K3.latent_size * 2
 
 
 def lower(kind: str, num_tokens: int, tail: str):
-    parallel = Parallel(mesh_of(kind, TP))
+    parallel = Parallel(gpu_mesh(kind, TP))
     params = jax.tree.map(
         lambda array, spec: jax.ShapeDtypeStruct(
             array.shape, array.dtype, sharding=parallel.sharding(spec)
