@@ -33,15 +33,14 @@ def export_function(
     """Lowers a function and serialises it.
 
     Args:
-        function: what to export; jitted here if it is not already.
+        function: what to export.
         args: arrays, or `jax.ShapeDtypeStruct`s with the shardings of the machine it will run on.
         platform: where it will run; JAX lowers every branch for every platform of an export, and
             kernels have no CPU form, so one at a time.
     """
-    jitted = function if hasattr(function, "lower") else jax.jit(function)
     ours = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ffi.TARGET_NAMES]
-    exported = jax.export.export(jitted, platforms=(platform,), disabled_checks=ours)(*args)
-    return bytes(exported.serialize())
+    export = jax.export.export(jax.jit(function), platforms=(platform,), disabled_checks=ours)
+    return bytes(export(*args).serialize())
 
 
 def load_function(data: bytes) -> Callable[..., Any]:

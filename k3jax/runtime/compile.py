@@ -57,10 +57,32 @@ class CompiledKernel:
 
 @dataclass
 class CompileCounts:
-    """How often this process compiled, and how often the disk spared it."""
+    """What this process compiled, and how often the disk spared it.
 
-    compiled: int = 0
+    Attributes:
+        kernels: each kernel compiled, with its architecture, in order.
+        from_disk: kernels read from the disk instead.
+    """
+
+    kernels: list[tuple[Kernel, str]] = dataclasses.field(default_factory=list)
     from_disk: int = 0
+
+    @property
+    def compiled(self) -> int:
+        """How many kernels were compiled."""
+        return len(self.kernels)
+
+    def reasons(self) -> dict[str, list[Any]]:
+        """Each fact of a kernel class that took several values, and so cost several compiles."""
+        values: dict[str, list[Any]] = {}
+        for kernel, arch in self.kernels:
+            name = type(kernel).__name__
+            facts = {f.name: getattr(kernel, f.name) for f in dataclasses.fields(kernel)}  # pyright: ignore[reportArgumentType]
+            for fact, value in (facts | {"arch": arch}).items():
+                seen = values.setdefault(f"{name}.{fact}", [])
+                if value not in seen:
+                    seen.append(value)
+        return {fact: seen for fact, seen in values.items() if len(seen) > 1}
 
 
 counts = CompileCounts()
@@ -94,7 +116,7 @@ def _compile_once(kernel: Kernel, arch: str, directory: Path) -> CompiledKernel:
             counts.from_disk += 1
             return _from_entry(*entry)
         compiled = _compile(kernel, arch)
-        counts.compiled += 1
+        counts.kernels.append((kernel, arch))
         try:
             cache.write(key, *_to_entry(compiled))
         except OSError as error:

@@ -4,10 +4,10 @@ Imports `cutlass`, so `runtime.compile` imports it when it must compile and nobo
 """
 
 import cuda.bindings.driver as cuda
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.base_dsl.compiler import DumpDir
+from cutlass.base_dsl.typing import Constexpr
 
 from k3jax.runtime.program import Kernel
 
@@ -19,7 +19,7 @@ _PLACEHOLDERS = {
 
 
 @cute.jit
-def _launch(kernel: cutlass.Constexpr, arguments, stream: cuda.CUstream):
+def _launch(kernel: Constexpr, arguments, stream: cuda.CUstream):
     # The grid is free to differ from launch to launch; block, cluster and shared memory are not.
     kernel.device(*arguments).launch(
         grid=list(kernel.cluster),

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -30,7 +31,8 @@ from k3jax.runtime.serialize import program_kernels, serialize_program
 from k3jax.runtime.target import Target
 
 LAUNCH_TARGET = "k3jax_launch"
-TARGET_NAMES = (LAUNCH_TARGET,)
+TAIL_TARGET = "k3jax_tail"
+TARGET_NAMES = (LAUNCH_TARGET, TAIL_TARGET)
 """Custom calls that an exported program may hold."""
 
 _INTEGERS = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32")
@@ -75,6 +77,26 @@ def call_program(
     return _varying_like(tuple(outputs[: len(results)]), arrays)
 
 
+def call_host(
+    target_name: str, result: ArraySpec, *arrays: jax.Array, **attributes: Any
+) -> jax.Array:
+    """Runs one of the native library's handlers for CPU devices, which exchanges data with others.
+
+    Args:
+        target_name: of the custom call.
+        result: shape and dtype of what it returns.
+        arrays: its operands.
+        attributes: its attributes, NumPy scalars.
+
+    Returns:
+        The result, varying over every manual axis that an operand varies over.
+    """
+    register()
+    shape = jax.ShapeDtypeStruct(result.shape, result.dtype)
+    output = jax.ffi.ffi_call(target_name, shape, has_side_effect=True)(*arrays, **attributes)
+    return _varying_like(output, arrays)
+
+
 def platform_choice(
     kernel: Callable[..., Any], reference: Callable[..., Any]
 ) -> Callable[..., Any]:
@@ -112,6 +134,8 @@ def register() -> None:
     stages = ("instantiate", "initialize", "execute")
     capsules = {s: jax.ffi.pycapsule(getattr(native, f"{LAUNCH_TARGET}_{s}")) for s in stages}
     jax.ffi.register_ffi_target(LAUNCH_TARGET, capsules, platform="CUDA")
+    tail = jax.ffi.pycapsule(native.k3jax_tail_execute)
+    jax.ffi.register_ffi_target(TAIL_TARGET, tail, platform="cpu")
 
 
 def _check_arrays(program: Program, arrays: tuple[jax.Array, ...]) -> None:

@@ -63,7 +63,10 @@ class CodeReport:
 
 def instruction_class(mnemonic: str) -> InstructionClass:
     """What an instruction is for, by its mnemonic before the first dot."""
-    return next((kind for kind, pattern in _CLASSES if re.match(pattern, mnemonic)), "other")
+    for kind, pattern in _CLASSES:
+        if re.match(pattern, mnemonic):
+            return kind
+    return "other"
 
 
 def inspect_cubin(cubin: bytes) -> tuple[CodeReport, ...]:

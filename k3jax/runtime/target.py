@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -54,7 +55,7 @@ class Target:
         return _measured(known or Target(kind=device.device_kind, source="JAX"), device)
 
 
-def _measured(known: Target, device: jax.Device) -> Target:
+def _measured(known: Target, device: Any) -> Target:
     try:
         facts = library.device_facts(device.local_hardware_id or 0)
     except FileNotFoundError:

@@ -41,12 +41,13 @@ def output(process: subprocess.Popen) -> dict:
 
 
 COMPILE = """
-import dataclasses, json
+import json
 from k3jax.runtime import compile as c
 from tests.runtime.toy import Scale
 kernel = c.compile_kernel(Scale(shift=2.5), "sm_90a")
 facts = {"entry": kernel.entry, "bytes": len(kernel.cubin)}
-print(json.dumps(dataclasses.asdict(c.counts) | facts))
+facts |= {"compiled": c.counts.compiled, "from_disk": c.counts.from_disk}
+print(json.dumps(facts))
 """
 
 
@@ -85,6 +86,13 @@ def test_equal_kernels_share_code_and_other_facts_do_not():
         cache_key(Scale(), "sm_100a"),
     }
     assert len(keys) == 4
+
+
+def test_compiles_are_explained_by_the_fact_that_differs():
+    for kernel in (Scale(threads=32), Scale(threads=64), Scale(threads=64)):
+        compile_kernel(kernel, "sm_90a")
+    assert kernel_compile.counts.compiled == 2
+    assert kernel_compile.counts.reasons() == {"Scale.threads": [32, 64]}
 
 
 def test_changed_version_recompiles(monkeypatch):

@@ -73,7 +73,8 @@ def test_cpu_export_runs_the_reference():
     data = export_function(apply, shape, platform="cpu")
     assert b"cubins" in export_function(apply, shape)
     assert b"cubins" not in data
-    np.testing.assert_allclose(jax.jit(load_function(data))(x), 6.0 * x + 1.0, rtol=1e-5)
+    # Near x = -1/6 the sum cancels, so what counts is the rounding of its terms, below 32.
+    np.testing.assert_allclose(jax.jit(load_function(data))(x), 6.0 * x + 1.0, atol=32 * 2**-23)
 
 
 def test_foreign_bytes_are_refused():
