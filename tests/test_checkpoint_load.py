@@ -28,6 +28,7 @@ from k3jax.layer import moe_layer
 from k3jax.parallel import Parallel
 from k3jax.params import iter_infos
 from tests import oracle
+from tests.checkpoints import PREFIX, stacked
 from tests.support import WHOLE_LAYER, parallel_of, tokens_of
 
 CONFIG = MoEConfig(
@@ -40,7 +41,6 @@ CONFIG = MoEConfig(
     num_layers=4,
     first_moe_layer=1,
 )
-PREFIX = "language_model.model.layers.{}.block_sparse_moe."
 SHARDS = 3
 H, L, E, I, S = 96, 64, 5, 512, 512  # noqa: E741
 
@@ -102,8 +102,9 @@ def folder(layers, tmp_path_factory):
 def whole_array(info, tensors):
     """The global array that an info stands for, stacked from the published tensors."""
     if info.name.startswith("experts."):
-        _, matrix, part = info.name.split(".")
-        return np.stack([tensors[f"experts.{e}.{matrix}.weight_{part}"] for e in range(E)])
+        return stacked(tensors, E)[
+            info.name.replace("packed", "weight_packed").replace("scale", "weight_scale")
+        ]
     return tensors[info.name if info.name.startswith("gate.") else f"{info.name}.weight"]
 
 
@@ -158,15 +159,8 @@ def test_shards_without_index_and_single_file(tmp_path, layers):
 
 def test_loaded_layer_computes_what_the_file_says(folder, layers):
     """The names mean what the format says: gate is w1, up is w3, low nibble first."""
-    tensors = layers[3]
-    stacked = {name: a for name, a in tensors.items() if not name.startswith("experts.")}
-    for part in ("w1", "w3", "w2"):
-        for kind in ("weight_packed", "weight_scale"):
-            stacked[f"experts.{part}.{kind}"] = np.stack(
-                [tensors[f"experts.{e}.{part}.{kind}"] for e in range(E)]
-            )
     x = tokens_of(9, H)
-    want = oracle.layer(stacked, x, CONFIG)
+    want = oracle.layer(stacked(layers[3], E), x, CONFIG)
     for parallel in (None, parallel_of(4)):
         params = load_layer(folder, 3, CONFIG, parallel)
         run = jax.jit(functools.partial(moe_layer, config=CONFIG, parallel=parallel))
@@ -232,6 +226,7 @@ def test_a_device_reads_its_share_alone(folder, layers):
     """With the mesh's other devices in another process, their bytes stay on disk."""
     script = f"""
         import os, sys
+        from pathlib import Path
         import numpy as np
         process, port = int(sys.argv[1]), sys.argv[2]
         os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
@@ -240,21 +235,14 @@ def test_a_device_reads_its_share_alone(folder, layers):
         from k3jax.checkpoint import Checkpoint, load_layer
         from k3jax.parallel import Parallel
         from tests.test_checkpoint_load import CONFIG, Meter, check
-        import safetensors.numpy
+        from tests.checkpoints import PREFIX, layer_of, read_checkpoint
         mesh = jax.sharding.Mesh(np.array(jax.devices()), ("tp",))
         with Meter({str(folder)!r}) as meter:
             params = load_layer(meter, 1, CONFIG, Parallel(mesh))
-        tensors = {{}}
-        prefix = "language_model.model.layers.1.block_sparse_moe."
-        for number in (1, 2, 3):
-            file = {str(folder)!r} + f"/model-{{number:05}}-of-00003.safetensors"
-            for name, array in safetensors.numpy.load_file(file).items():
-                if name.startswith(prefix):
-                    tensors[name.removeprefix(prefix)] = array
-        check(params, tensors, Parallel(mesh))
+        check(params, layer_of(read_checkpoint(Path({str(folder)!r})), 1), Parallel(mesh))
         sharded = {{".w1.": 0, ".w3.": 0, ".w2.": 1, "gate_proj": 0, "up_proj": 0, "down_proj": 1}}
         for name, count in meter.counts.items():
-            short = name.removeprefix(prefix)
+            short = name.removeprefix(PREFIX.format(1))
             axis = next((a for part, a in sharded.items() if part in short), None)
             if short.startswith("routed_"):
                 axis = None

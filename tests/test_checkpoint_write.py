@@ -1,6 +1,7 @@
 """Synthetic checkpoints: the published format, read back by the format's own library."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import re
@@ -15,9 +16,8 @@ from k3jax.checkpoint.layout import layer_tensors
 from k3jax.config import MoEConfig
 from k3jax.layer import moe_layer
 from tests import oracle
+from tests.checkpoints import PREFIX, layer_of, read_checkpoint
 from tests.support import TINY, tokens_of
-
-PREFIX = "language_model.model.layers.{}.block_sparse_moe."
 
 # The published tensors of one layer, from the model's own file headers.
 K3_TENSORS = {
@@ -38,17 +38,6 @@ K3_EXPERT = {
     "w2.weight_packed": (3584, 1536),
     "w2.weight_scale": (3584, 96),
 }
-
-
-def read_all(folder):
-    """Every tensor of a checkpoint, by the format's library."""
-    arrays = {}
-    for shard in sorted(folder.glob("*.safetensors")):
-        with safetensors.safe_open(shard, "np") as opened:
-            for name in opened.keys():  # noqa: SIM118 - not a dict
-                assert name not in arrays
-                arrays[name] = opened.get_tensor(name)
-    return arrays
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +65,7 @@ def test_files(written):
     ]
     assert set(names) - set(shards) == {"config.json", "model.safetensors.index.json"}
     index = json.loads((written / "model.safetensors.index.json").read_text())
-    arrays = read_all(written)
+    arrays = read_checkpoint(written)
     assert index["weight_map"].keys() == arrays.keys()
     assert index["metadata"]["total_size"] == sum(array.nbytes for array in arrays.values())
     for name, shard in index["weight_map"].items():
@@ -88,20 +77,18 @@ def test_files(written):
 
 
 def test_tensors(written):
-    arrays = read_all(written)
-    wanted = {
-        PREFIX.format(layer) + name: kind
-        for layer in (1, 2)
-        for name, kind in layer_tensors(TINY).items()
-    }
+    arrays = read_checkpoint(written)
     codes = {"bfloat16": "BF16", "float32": "F32", "uint8": "U8"}
-    assert {n: (codes[a.dtype.name], a.shape) for n, a in arrays.items()} == wanted
+    for layer in (1, 2):
+        found = {n: (codes[a.dtype.name], a.shape) for n, a in layer_of(arrays, layer).items()}
+        assert found == layer_tensors(TINY)
+    assert len(arrays) == 2 * len(layer_tensors(TINY))
     hashes = [hashlib.sha256(array.tobytes()).digest() for array in arrays.values()]
     assert len(set(hashes)) == len(hashes), "two tensors hold the same numbers"
 
 
 def test_values_keep_activations_near_one(written):
-    arrays = read_all(written)
+    arrays = read_checkpoint(written)
     for name in ("w1", "w3", "w2"):
         stem = PREFIX.format(2) + f"experts.7.{name}.weight"
         packed, scale = arrays[f"{stem}_packed"], arrays[f"{stem}_scale"]
@@ -111,20 +98,21 @@ def test_values_keep_activations_near_one(written):
         values = oracle.mxfp4_values(packed, scale)
         assert values.shape[-1] * np.mean(values**2) == pytest.approx(1, rel=0.1)
     x = tokens_of(32, TINY.hidden_size, seed=5)
+    run = jax.jit(functools.partial(moe_layer, config=TINY))
     for layer in TINY.moe_layers:
-        y = moe_layer(load_layer(written, layer, TINY, progress=False), x, config=TINY)
+        y = run(load_layer(written, layer, TINY, progress=False), x)
         assert 0.3 < float(np.std(np.asarray(y, np.float32))) < 3
 
 
 def test_a_layer_depends_on_seed_and_index_alone(tmp_path, written):
-    want = read_all(written)
+    want = read_checkpoint(written)
     write_checkpoint(tmp_path / "one", TINY, [2], seed=3)
-    alone = read_all(tmp_path / "one")
+    alone = read_checkpoint(tmp_path / "one")
     assert len(list((tmp_path / "one").glob("*.safetensors"))) == 1
     assert alone.keys() == {name for name in want if name.startswith(PREFIX.format(2))}
     assert all(array.tobytes() == want[name].tobytes() for name, array in alone.items())
     write_checkpoint(tmp_path / "other", TINY, [2], seed=4)
-    other = read_all(tmp_path / "other")
+    other = read_checkpoint(tmp_path / "other")
     assert all(array.tobytes() != want[name].tobytes() for name, array in other.items())
 
 
@@ -154,8 +142,6 @@ def test_config_round_trips_and_the_layer_loads(tmp_path, change):
     params = load_layer(tmp_path, config.first_moe_layer, config)
     assert (params.routed_expert_norm is None) == (not config.latent_norm)
     assert (params.shared_experts is None) == (not config.num_shared_experts)
-    x = tokens_of(3, config.hidden_size)
-    assert np.isfinite(np.asarray(moe_layer(params, x, config=config), np.float32)).all()
 
 
 def test_refusals(tmp_path, monkeypatch):
@@ -185,7 +171,7 @@ def test_refusals(tmp_path, monkeypatch):
 
 
 def test_default_layers_are_all_moe_layers(written):
-    layers = {int(name.split(".")[3]) for name in read_all(written)}
+    layers = {int(name.split(".")[3]) for name in read_checkpoint(written)}
     assert layers == set(TINY.moe_layers)
     assert jax.tree.structure(load_layer(written, 1, TINY)) == jax.tree.structure(
         load_layer(written, 2, TINY)

@@ -1,8 +1,8 @@
 """The command line, `k3jax VERB`.
 
-Each verb is a module here with `add_arguments(parser)` and `run(args)`, which returns an exit status
-or None for 0; its docstring is its help. A module imports jax, and what needs jax, only inside
-`run`.
+Each verb is a module here with `add_arguments(parser)` and `run(args)`, which returns an exit
+status or None for 0; its docstring is its help. A module imports jax, and what needs jax, only
+inside `run`.
 """
 
 import argparse

@@ -75,12 +75,13 @@ def _read_tokens(file: str, hidden_size: int) -> np.ndarray:
     """The tokens as bfloat16."""
     import jax.numpy as jnp
 
-    x = np.load(file, allow_pickle=False)
-    if not isinstance(x, np.ndarray) or x.dtype.kind != "f":
-        found = getattr(x, "dtype", "an archive")
-        raise ValueError(
-            f"--input {file} holds {found}; want one float array (save bfloat16 as float32)"
-        )
+    try:
+        with open(file, "rb") as stream:
+            x = np.lib.format.read_array(stream, allow_pickle=False)
+    except ValueError as error:
+        raise ValueError(f"--input {file} is not a .npy file of numbers: {error}") from error
+    if x.dtype.kind != "f":
+        raise ValueError(f"--input {file} holds {x.dtype}; want floats (save bfloat16 as float32)")
     if x.ndim != 2 or x.shape[1] != hidden_size:
         raise ValueError(f"--input {file} has shape {list(x.shape)}; want [T, {hidden_size}]")
     return x.astype(jnp.bfloat16)
