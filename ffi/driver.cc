@@ -14,9 +14,9 @@ template <typename FunctionPointer>
 void Resolve(void* library, const char* symbol, FunctionPointer* out) {
   *out = reinterpret_cast<FunctionPointer>(dlsym(library, symbol));
   if (*out == nullptr) {
-    throw Failure(FailureKind::kFailedPrecondition,
-                  Concat("the NVIDIA driver has no ", symbol,
-                         ": install a driver for CUDA 12.4 or newer"));
+    throw Failure(
+        FailureKind::kFailedPrecondition,
+        Concat("the NVIDIA driver has no ", symbol, ": install a driver for CUDA 12.4 or newer"));
   }
 }
 

@@ -65,10 +65,10 @@ ffi::Error Initialize(int32_t device, ProgramState* state) {
 Buffers Addresses(const ProgramSpec& spec, ffi::RemainingArgs& operands,
                   ffi::RemainingRets& results) {
   if (operands.size() != spec.num_operands || results.size() != spec.num_results) {
-    throw Failure(FailureKind::kInvalidArgument,
-                  Concat("program '", spec.name, "' got ", operands.size(), " operands and ",
-                         results.size(), " results, wanted ", spec.num_operands, " and ",
-                         spec.num_results));
+    throw Failure(
+        FailureKind::kInvalidArgument,
+        Concat("program '", spec.name, "' got ", operands.size(), " operands and ", results.size(),
+               " results, wanted ", spec.num_operands, " and ", spec.num_results));
   }
   Buffers buffers;
   for (size_t i = 0; i < operands.size(); ++i) {
@@ -103,10 +103,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(k3jax_launch_instantiate, k3jax::Instantiate,
                                   .Attr<std::string_view>("cubins")
                                   .Attr<ffi::Span<const int64_t>>("words"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(k3jax_launch_initialize, k3jax::Initialize,
-                              ffi::Ffi::BindInitialize()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::State<k3jax::ProgramState>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    k3jax_launch_initialize, k3jax::Initialize,
+    ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().Ctx<ffi::State<k3jax::ProgramState>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(k3jax_launch_execute, k3jax::Execute,
                               ffi::Ffi::Bind()

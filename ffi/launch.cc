@@ -25,7 +25,7 @@ std::string Capability(int ordinal) {
   return Concat(major, ".", minor);
 }
 
-// The 8 bytes of which the driver reads the first 4 for a scalar (little endian, as CUDA hosts are).
+// The driver reads as many of the 8 bytes as the parameter has: CUDA hosts are little endian.
 uint64_t ArgumentBits(const Argument& argument, int device, const Buffers& buffers) {
   switch (argument.kind) {
     case ArgumentKind::kOperand:
@@ -112,7 +112,9 @@ void LoadedProgram::LaunchOne(const LaunchSpec& launch, cuda::Function function,
   config.attributes = attributes;
   config.num_attributes = num_attributes;
   cuda::Result result = cuda::GetDriver().cuLaunchKernelEx(&config, function, parameters, nullptr);
-  if (result != 0) cuda::Check(result, Concat("launching ", kernel.entry, " of '", spec_.name, "'"));
+  if (result != 0) {  // building the text allocates, so only where it is needed
+    cuda::Check(result, Concat("launching ", kernel.entry, " of '", spec_.name, "'"));
+  }
 }
 
 }  // namespace k3jax

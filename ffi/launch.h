@@ -42,8 +42,8 @@ class LoadedProgram {
     std::vector<cuda::Function> functions;  // one a kernel of the program
   };
 
-  void LaunchOne(const LaunchSpec& launch, cuda::Function function, int device,
-                 cuda::Stream stream, const Buffers& buffers) const;
+  void LaunchOne(const LaunchSpec& launch, cuda::Function function, int device, cuda::Stream stream,
+                 const Buffers& buffers) const;
 
   ProgramSpec spec_;
   std::vector<Module*> modules_;  // one a kernel of the program

@@ -79,7 +79,8 @@ const char* k3jax_device_query(int32_t ordinal, k3jax_device_facts* facts) {
     facts->capability_minor = Query(device, cuda::kCapabilityMinor, "compute capability");
     facts->multiprocessors = Query(device, cuda::kMultiprocessorCount, "multiprocessor count");
     facts->l2_bytes = Query(device, cuda::kL2CacheBytes, "L2 size");
-    facts->shared_bytes_opt_in = Query(device, cuda::kSharedMemoryOptIn, "shared memory of a block");
+    facts->shared_bytes_opt_in =
+        Query(device, cuda::kSharedMemoryOptIn, "shared memory of a block");
     facts->multicast_supported = Query(device, cuda::kMulticastSupported, "multicast support");
   });
 }

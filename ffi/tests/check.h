@@ -60,20 +60,20 @@ inline int RunTests() {
   } while (false)
 
 // The expression throws, and its message holds each of the given pieces.
-#define CHECK_THROWS(expression, ...)                                                        \
-  do {                                                                                       \
-    std::string message;                                                                     \
-    try {                                                                                    \
-      expression;                                                                            \
-    } catch (const std::exception& error) {                                                  \
-      message = error.what();                                                                \
-    }                                                                                        \
-    for (const char* piece : {__VA_ARGS__}) {                                                \
-      if (message.find(piece) == std::string::npos) {                                        \
-        k3jax::testing::Report(__FILE__, __LINE__,                                           \
-                               std::string("no '") + piece + "' in '" + message + "'");      \
-      }                                                                                      \
-    }                                                                                        \
+#define CHECK_THROWS(expression, ...)                                                   \
+  do {                                                                                  \
+    std::string message;                                                                \
+    try {                                                                               \
+      expression;                                                                       \
+    } catch (const std::exception& error) {                                             \
+      message = error.what();                                                           \
+    }                                                                                   \
+    for (const char* piece : {__VA_ARGS__}) {                                           \
+      if (message.find(piece) == std::string::npos) {                                   \
+        k3jax::testing::Report(__FILE__, __LINE__,                                      \
+                               std::string("no '") + piece + "' in '" + message + "'"); \
+      }                                                                                 \
+    }                                                                                   \
   } while (false)
 
 #endif  // K3JAX_FFI_TESTS_CHECK_H_

@@ -173,8 +173,8 @@ Result cuFuncSetAttribute(Function function, FunctionAttribute attribute, int va
 Result cuLaunchKernelEx(const LaunchConfig* config, Function function, void** parameters, void**) {
   if (Result failure = Called("cuLaunchKernelEx")) return failure;
   if (context_stack.empty() || context_stack.back()->device != function->device) return 201;
-  FakeLaunch launch{function->kernel->entry, function->device, {}, {}, {1, 1, 1}, 0, false,
-                    config->stream, {}};
+  FakeLaunch launch{
+      function->kernel->entry, function->device, {}, {}, {1, 1, 1}, 0, false, config->stream, {}};
   std::memcpy(launch.grid, config->grid, sizeof(launch.grid));
   std::memcpy(launch.block, config->block, sizeof(launch.block));
   launch.shared_bytes = config->shared_bytes;

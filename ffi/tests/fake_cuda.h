@@ -30,8 +30,8 @@ struct FakeLaunch {
 
 struct FakeCuda {
   std::vector<FakeLaunch> launches;
-  std::map<std::string, int> calls;     // by driver function
-  std::map<std::string, int> failures;  // driver function to the error it shall return
+  std::map<std::string, int> calls;         // by driver function
+  std::map<std::string, int> failures;      // driver function to the error it shall return
   std::map<std::string, int> shared_limit;  // by entry: dynamic shared memory allowed
   std::map<std::string, int> non_portable;  // by entry
   int context_depth = 0;                    // pushes less pops

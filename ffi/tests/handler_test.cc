@@ -71,7 +71,8 @@ class Call {
     XLA_FFI_ByteSpan cubins = {cubins_.data(), cubins_.size()};
     XLA_FFI_Array words = {XLA_FFI_DataType_S64, words_.size(), words_.data()};
     // XLA passes attributes in the order of their names.
-    XLA_FFI_ByteSpan keys[] = {{"arch", 4}, {"cubins", 6}, {"entries", 7}, {"name", 4}, {"words", 5}};
+    XLA_FFI_ByteSpan keys[] = {
+        {"arch", 4}, {"cubins", 6}, {"entries", 7}, {"name", 4}, {"words", 5}};
     XLA_FFI_ByteSpan* names[] = {&keys[0], &keys[1], &keys[2], &keys[3], &keys[4]};
     void* values[] = {&arch, &cubins, &entries, &name, &words};
     XLA_FFI_AttrType text = XLA_FFI_AttrType_STRING;
@@ -91,8 +92,8 @@ class Call {
     std::vector<void*> pointers;
     for (const auto* group : {&operands, &results}) {
       for (void* data : *group) {
-        buffers.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr, XLA_FFI_DataType_F32, data, 0,
-                           nullptr});
+        buffers.push_back(
+            {XLA_FFI_Buffer_STRUCT_SIZE, nullptr, XLA_FFI_DataType_F32, data, 0, nullptr});
       }
     }
     for (XLA_FFI_Buffer& buffer : buffers) pointers.push_back(&buffer);
@@ -128,11 +129,13 @@ class Call {
 };
 
 // One launch: (operand 0 + 8, result 0, 7).
+// clang-format off
 std::vector<int64_t> Words(int64_t cubin_bytes) {
   return {1, 1, 1, 1, 1,                    // version, operands, results, kernels, launches
           0, cubin_bytes, 128, 1, 1, 1, 0,  // kernel
           0, 3, 1, 1, 0, 3, 0, 0, 8, 1, 0, 0, 2, 7, 0};
 }
+// clang-format on
 
 void* Address(uintptr_t value) { return reinterpret_cast<void*>(value); }
 

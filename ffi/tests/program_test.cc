@@ -15,6 +15,7 @@ namespace {
 const std::string kCubins = "\177ELFone:2;\177ELFtwo:0;";
 
 // Two kernels, three launches; every field differs from its neighbours.
+// clang-format off
 std::vector<int64_t> Words() {
   return {
       1, 2, 1, 2, 3,                              // version, operands, results, kernels, launches
@@ -25,6 +26,7 @@ std::vector<int64_t> Words() {
       1, 1, 1, 1, 0, 0,                           // no arguments
   };
 }
+// clang-format on
 
 ProgramSpec Parse(const std::vector<int64_t>& words, const std::string& cubins = kCubins,
                   const std::string& entries = "one\ntwo") {
@@ -57,12 +59,12 @@ TEST(RefusesEachWordOutOfRange) {
     const char* message;
   };
   const Bad bad[] = {
-      {0, 2, "format version 2"},   {1, 65, "operands 65"},      {3, 1, "kernels 1"},
-      {4, 0, "launches 0"},         {5, -1, "first cubin byte"}, {6, 1000, "cubin bytes 1000"},
-      {7, 1025, "threads 1025"},    {8, 17, "cluster 17"},       {19, 2, "kernel 2"},
-      {20, 5, "not a multiple"},    {21, 65536, "grid 65536"},   {23, 2, "overlap flag 2"},
-      {24, 65, "arguments 65"},     {25, 5, "argument kind 5"},  {26, 2, "operand 2"},
-      {27, -1, "offset -1"},        {29, 1, "result 1"},         {38, 1LL << 31, "argument value"},
+      {0, 2, "format version 2"}, {1, 65, "operands 65"},      {3, 1, "kernels 1"},
+      {4, 0, "launches 0"},       {5, -1, "first cubin byte"}, {6, 1000, "cubin bytes 1000"},
+      {7, 1025, "threads 1025"},  {8, 17, "cluster 17"},       {19, 2, "kernel 2"},
+      {20, 5, "not a multiple"},  {21, 65536, "grid 65536"},   {23, 2, "overlap flag 2"},
+      {24, 65, "arguments 65"},   {25, 5, "argument kind 5"},  {26, 2, "operand 2"},
+      {27, -1, "offset -1"},      {29, 1, "result 1"},         {38, 1LL << 31, "argument value"},
   };
   for (const Bad& change : bad) {
     std::vector<int64_t> words = Words();
