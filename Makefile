@@ -34,7 +34,7 @@ test: lint native bazel protocol unit
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
-	$(VENV)/bin/pyright
+	$(VENV)/bin/pyright --pythonpath $(PY)
 
 unit: $(VENV)/.test
 	$(CPU) $(PY) -m pytest -n 2 --dist worksteal --durations 15

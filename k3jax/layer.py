@@ -136,7 +136,7 @@ def _resolve_plan(
 ) -> LayerPlan:
     tp = parallel.tp if parallel else 1
     shards = parallel.token_shards if parallel else 1
-    if num_tokens % shards:
+    if parallel and num_tokens % shards:
         raise ValueError(
             f"x has {num_tokens} tokens, which token_axes={parallel.token_axes} cannot split "
             f"{shards} ways; pad the batch and pass token_mask"

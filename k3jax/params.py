@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from k3jax.config import MXFP4_GROUP_SIZE, MoEConfig
 from k3jax.quant import mxfp4
-from k3jax.quant.mxfp4 import Mxfp4Array
+from k3jax.quant.mxfp4 import Leaf, Mxfp4Array
 
 
 @jax.tree_util.register_dataclass
@@ -20,8 +20,8 @@ from k3jax.quant.mxfp4 import Mxfp4Array
 class GateParams:
     """The router: weight bfloat16 [E, H], e_score_correction_bias float32 [E]."""
 
-    weight: jax.Array
-    e_score_correction_bias: jax.Array
+    weight: Leaf
+    e_score_correction_bias: Leaf
 
 
 @jax.tree_util.register_dataclass
@@ -39,9 +39,9 @@ class ExpertParams:
 class SharedExpertParams:
     """The shared expert, bfloat16: gate_proj and up_proj [S, H], down_proj [H, S]."""
 
-    gate_proj: jax.Array
-    up_proj: jax.Array
-    down_proj: jax.Array
+    gate_proj: Leaf
+    up_proj: Leaf
+    down_proj: Leaf
 
 
 @jax.tree_util.register_dataclass
@@ -59,10 +59,10 @@ class MoEParams:
     """
 
     gate: GateParams
-    routed_expert_down_proj: jax.Array
+    routed_expert_down_proj: Leaf
     experts: ExpertParams
-    routed_expert_norm: jax.Array | None
-    routed_expert_up_proj: jax.Array
+    routed_expert_norm: Leaf | None
+    routed_expert_up_proj: Leaf
     shared_experts: SharedExpertParams | None
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from enum import StrEnum
 
 from k3jax.config import MoEConfig
 from k3jax.ops.check import distrust
@@ -170,7 +171,9 @@ def _tail_table(
     ]
 
 
-def _choose(part: str, kind, table, forced):
+def _choose[Tier: StrEnum](
+    part: str, kind: type[Tier], table: list[_Row[Tier]], forced: Tier | str | None
+) -> Choice[Tier]:
     if forced is not None:
         try:
             forced = kind(forced)

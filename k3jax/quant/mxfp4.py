@@ -1,12 +1,16 @@
 """MXFP4: E2M1 elements in groups of 32 that share an E8M0 scale (OCP Microscaling Formats v1.0)."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from k3jax.config import MXFP4_GROUP_SIZE
+
+type Leaf = Any
+"""A `jax.Array`, or in trees about arrays what stands for one: a spec, a shape, a variable."""
 
 
 @jax.tree_util.register_dataclass
@@ -26,8 +30,8 @@ class Mxfp4Array:
         scale: uint8 [..., K / 32].
     """
 
-    packed: jax.Array
-    scale: jax.Array
+    packed: Leaf
+    scale: Leaf
 
     @property
     def shape(self) -> tuple[int, ...]:
