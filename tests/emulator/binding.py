@@ -12,6 +12,7 @@ import numpy as np
 
 from .errors import UnknownInstructionError
 from .instruction import SINK, Address, Immediate, Instruction, Negated, Register, Symbol, Vector
+from .specials import is_special
 from .types import RAW, REGISTER_BITS, TYPES, PtxType
 
 SPECIAL_BITS = dict.fromkeys(("%clock64", "%globaltimer", "%gridid"), 64)
@@ -226,10 +227,10 @@ class Binder:
         name = operand.name
         if name == "WARP_SZ":
             return self.slots.constant(32, bits)
-        is_special = name.startswith("%")
-        if is_special and SPECIAL_BITS.get(name, 32) != bits:
+        special = is_special(name)
+        if special and SPECIAL_BITS.get(name, 32) != bits:
             raise self.unknown(f"special register {name} read as {bits} bits")
-        if is_special or name in self.slots.variables:
+        if special or name in self.slots.variables:
             slot = self.slots.special(name, bits)
             self.uses.append(slot)
             return slot

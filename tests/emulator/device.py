@@ -15,7 +15,7 @@ from .counters import Counters
 from .errors import DeadlockError, EmulationError, LaunchError
 from .flow import Code
 from .grid import Grid
-from .memory import GlobalMemory
+from .memory import GlobalMemory, LocalMemory, SharedMemory
 from .report import waiting_report
 
 
@@ -45,7 +45,7 @@ class LaunchSpec:
 
     def __post_init__(self):
         self.variables: dict[str, tuple[str, int]] = {}
-        offset = 1024
+        offset = SharedMemory.RESERVED
         for v in {**self.code.module.variables, **self.code.entry.variables}.values():
             if v.space == "shared" and not v.external:
                 offset = -(-offset // v.align) * v.align
@@ -55,14 +55,23 @@ class LaunchSpec:
             if v.space == "shared" and v.external:
                 offset = -(-offset // max(v.align, 16)) * max(v.align, 16)
                 self.variables[v.name] = ("shared", offset)
-        self.total_shared = offset - 1024 + self.shared_bytes
+        self.total_shared = offset - SharedMemory.RESERVED + self.shared_bytes
+        offset = LocalMemory.START
+        for v in self.code.entry.variables.values():
+            if v.space == "local":
+                offset = -(-offset // v.align) * v.align
+                self.variables[v.name] = ("local", offset)
+                offset += v.num_bytes
+        self.local_bytes = offset - LocalMemory.START
 
     def variable_address(self, grid: Grid, name: str) -> np.ndarray:
         """Address of a variable, per warp where it depends on the block."""
         space, offset = self.variables.get(name, ("unknown", 0))
         if space == "shared":
             rank = grid.block_of % grid.cluster_size
-            return ((rank << 24) | offset)[:, None]
+            return ((rank << SharedMemory.RANK_SHIFT) | offset)[:, None]
+        if space == "local":
+            return np.full((1, 1), offset)
         raise LaunchError(f"variable {name!r} is in a state space that is not implemented")
 
 
@@ -171,7 +180,12 @@ class Device:
             self.running.append(grid)
             self.progress += 1
         for grid in self.running:
-            grid.start_blocks(grid.num_blocks)
+            grid.start_blocks(self.num_sms * self._blocks_per_sm(grid))
+
+    def _blocks_per_sm(self, grid: Grid) -> int:
+        """Resident blocks of a multiprocessor by threads and shared memory; registers unknown."""
+        shared = grid.launch.total_shared + SharedMemory.RESERVED
+        return max(1, min(2048 // grid.threads, 32, 228 * 1024 // shared))
 
     def _has_triggered(self, grid: Grid) -> bool:
         return grid.finished or len(self.triggered[grid]) == grid.num_blocks

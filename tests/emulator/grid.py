@@ -12,7 +12,7 @@ import numpy as np
 from .binding import Op
 from .errors import BarrierError, EmulationError
 from .flow import END, Code
-from .memory import SharedMemory
+from .memory import LocalMemory, SharedMemory
 from .races import Races
 from .specials import special_values, unravel
 from .types import LANES, RAW
@@ -91,6 +91,7 @@ class Grid:
         self.sweeping = 0
         self.slots: list[np.ndarray | None] = [None] * code.slots.count
         self.shared = SharedMemory(self.num_blocks, launch.total_shared, self.cluster_size)
+        self.local = LocalMemory(self.num_warps, launch.local_bytes)
         self.races = Races(self)
         self.template: list[np.ndarray | None] = [None] * code.slots.count
         self.parts: dict[str, object] = {}
@@ -130,9 +131,11 @@ class Grid:
             poison = POISON % (1 << min(slots.bits[slot], 64))
             self.slots[slot] = np.full((self.num_warps, LANES), poison, dtype)
 
-    def start_blocks(self, limit: int) -> None:
-        """Makes the next blocks runnable, up to `limit` blocks in all."""
-        limit = min(limit, self.num_blocks) // self.cluster_size * self.cluster_size
+    def start_blocks(self, resident: int) -> None:
+        """Makes the next blocks runnable, so that at most `resident` unfinished ones run."""
+        running = int((self.live_warps[: self.started] > 0).sum())
+        limit = min(self.started + resident - running, self.num_blocks)
+        limit = limit // self.cluster_size * self.cluster_size
         if limit <= self.started:
             return
         lanes = np.arange(LANES)[None] + self.warp_in_block[:, None] * LANES < self.threads

@@ -245,3 +245,30 @@ class SharedMemory(ByteStore):
         if offset == (1 << 63) - 1:
             return "a shared address outside the cluster's blocks"
         return f"shared memory of block {block}, address {within:#x}"
+
+
+class LocalMemory(ByteStore):
+    """Local memory (the stack) of every thread of a launch; addresses start at `START`."""
+
+    START = 64
+    name = "local"
+
+    def __init__(self, num_warps: int, num_bytes: int):
+        self.stride = -(-(self.START + num_bytes) // 64) * 64
+        super().__init__(DUMMY + num_warps * 32 * self.stride)
+        rows = self.shadow[DUMMY:][: num_warps * 32 * self.stride].reshape(-1, self.stride)
+        rows[:, self.START : self.START + num_bytes] = ALLOCATED | WRITE
+
+    def offsets(self, address: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        """Store offsets of local addresses of some warps' lanes."""
+        address = address.astype(np.uint64)
+        thread = numbers.astype(np.uint64)[:, None] * np.uint64(32) + np.arange(32, dtype=np.uint64)
+        offset = thread * np.uint64(self.stride) + np.uint64(DUMMY) + address
+        outside = address >= np.uint64(self.stride)
+        return np.where(outside, np.uint64((1 << 63) - 1), offset) if outside.any() else offset
+
+    def spell(self, offset: int) -> str:
+        thread, within = divmod(offset - DUMMY, self.stride)
+        if offset == (1 << 63) - 1:
+            return "a local address outside the thread's stack"
+        return f"local memory of thread {thread}, address {within}"

@@ -2,8 +2,36 @@
 
 import numpy as np
 
-from .errors import UnknownInstructionError
 from .types import LANES, RAW
+
+
+_PER_AXIS = ("tid", "ntid", "ctaid", "nctaid", "clusterid", "nclusterid", "cluster_ctaid",
+             "cluster_nctaid")  # fmt: skip
+_SIMPLE = {
+    "laneid": lambda grid: np.broadcast_to(np.arange(LANES), (grid.num_warps, LANES)),
+    "warpid": lambda grid: grid.warp_in_block[:, None],
+    "nwarpid": lambda grid: grid.warps_per_block,
+    "smid": lambda grid: (grid.block_of % grid.device.num_sms)[:, None],
+    "nsmid": lambda grid: grid.device.num_sms,
+    "gridid": lambda grid: grid.launch.number,
+    "cluster_ctarank": lambda grid: (grid.block_of % grid.cluster_size)[:, None],
+    "cluster_nctarank": lambda grid: grid.cluster_size,
+    "is_explicit_cluster": lambda grid: int(grid.cluster_size > 1),
+    "dynamic_smem_size": lambda grid: grid.launch.shared_bytes,
+    "total_smem_size": lambda grid: grid.launch.total_shared,
+    "lanemask_eq": lambda grid: _lane_mask(grid, lambda i, j: i == j),
+    "lanemask_lt": lambda grid: _lane_mask(grid, lambda i, j: j < i),
+    "lanemask_le": lambda grid: _lane_mask(grid, lambda i, j: j <= i),
+    "lanemask_gt": lambda grid: _lane_mask(grid, lambda i, j: j > i),
+    "lanemask_ge": lambda grid: _lane_mask(grid, lambda i, j: j >= i),
+}
+
+
+def is_special(name: str) -> bool:
+    """Whether a name is a special register that is implemented."""
+    base, _, axis = name[1:].partition(".")
+    per_axis = base in _PER_AXIS and axis in ("x", "y", "z")
+    return name.startswith("%") and (per_axis or (not axis and base in _SIMPLE))
 
 
 def special_values(grid, name: str, bits: int) -> np.ndarray:
@@ -21,31 +49,9 @@ def _values(grid, name: str):
     if not name.startswith("%"):
         return grid.launch.variable_address(grid, name)
     base, _, axis = name[1:].partition(".")
-    launch = grid.launch
-    if base in ("tid", "ntid", "ctaid", "nctaid", "clusterid", "nclusterid", "cluster_ctaid",
-                "cluster_nctaid") and axis in ("x", "y", "z"):  # fmt: skip
+    if axis:
         return _index(grid, base, "xyz".index(axis))
-    rank = grid.block_of % grid.cluster_size
-    simple = {
-        "laneid": lambda: np.broadcast_to(np.arange(LANES), (grid.num_warps, LANES)),
-        "warpid": lambda: grid.warp_in_block[:, None],
-        "nwarpid": lambda: grid.warps_per_block,
-        "smid": lambda: (grid.block_of % grid.device.num_sms)[:, None],
-        "nsmid": lambda: grid.device.num_sms,
-        "gridid": lambda: launch.number,
-        "cluster_ctarank": lambda: rank[:, None],
-        "cluster_nctarank": lambda: grid.cluster_size,
-        "is_explicit_cluster": lambda: int(grid.cluster_size > 1),
-        "dynamic_smem_size": lambda: launch.shared_bytes,
-        "lanemask_eq": lambda: _lane_mask(grid, lambda i, j: i == j),
-        "lanemask_lt": lambda: _lane_mask(grid, lambda i, j: j < i),
-        "lanemask_le": lambda: _lane_mask(grid, lambda i, j: j <= i),
-        "lanemask_gt": lambda: _lane_mask(grid, lambda i, j: j > i),
-        "lanemask_ge": lambda: _lane_mask(grid, lambda i, j: j >= i),
-    }
-    if axis or base not in simple:
-        raise UnknownInstructionError(f"special register {name} is not implemented")
-    return simple[base]()
+    return _SIMPLE[base](grid)
 
 
 def _index(grid, base: str, axis: int):

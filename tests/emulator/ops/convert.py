@@ -4,7 +4,7 @@ import numpy as np
 
 from ..binding import Binder, Op, instruction
 from ..types import TYPES, PtxType, flush, from_f32, halves, join
-from .floating import round_f64
+from .floating import from_f64, round_f64
 from .minifloat import FORMATS, decode_ue8m0, encode_ue8m0
 from .packed import NAN16, narrow, widen
 
@@ -160,7 +160,7 @@ def _float_to_float(b: Binder, to: PtxType, source: PtxType, rounding: str, flag
         if flags["ftz"] and source.bits == 32:
             values = flush(values)
         if flags["relu"]:
-            values = np.where(values < 0, values.dtype.type(0), values)
+            values = _rectify(values)
         if whole is not None:
             values = whole(values)
         if flags["sat"]:
@@ -170,13 +170,18 @@ def _float_to_float(b: Binder, to: PtxType, source: PtxType, rounding: str, flag
                 return _truncate(values, to.name).astype(np.uint16)
             return narrow(values, to.name).astype(np.uint16)
         if to.bits == 64:
-            return values.astype(np.float64).view(np.uint64)
+            return from_f64(values.astype(np.float64))
         single = round_f64(values, rounding) if source.bits == 64 else values.astype(np.float32)
         if flags["ftz"]:
             single = flush(single)
         return from_f32(single)
 
     return fn
+
+
+def _rectify(values: np.ndarray) -> np.ndarray:
+    """`.relu`: negative values and -0 become +0; NaN stays."""
+    return np.where(np.signbit(values) & ~np.isnan(values), values.dtype.type(0), values)
 
 
 def _truncate(values: np.ndarray, name: str) -> np.ndarray:
@@ -207,7 +212,7 @@ def _to_pair(b: Binder, target: str, source: str, rounding: str, flags) -> Op:
     def one(bits):
         values = bits.view(np.float32)
         if flags["relu"]:
-            values = np.where(values < 0, np.float32(0), values)
+            values = _rectify(values)
         result = _truncate(values, name) if rounding == "rz" else narrow(values, name)
         if flags["satfinite"]:
             inf, top = (0x7F80, 0x7F7F) if name == "bf16" else (0x7C00, 0x7BFF)
@@ -250,7 +255,7 @@ def _from_small(b: Binder, target: str, source: str, flags) -> Op:
     def one(codes):
         values = form.decode(codes & np.uint16((1 << width) - 1))
         if flags["relu"]:
-            values = np.where(values < 0, np.float32(0), values)
+            values = _rectify(values)
         return narrow(values, name)
 
     fn = lambda bits: join(one(bits), one(bits >> np.uint16(width)))  # noqa: E731

@@ -19,7 +19,8 @@ sin, cos and tanh are absolute or relative bounds in PTX (2^-20.5 and 2^-11); th
 TRUNCATE = {"rz", "rm", "rp"}
 
 
-def _from_f64(values: np.ndarray) -> np.ndarray:
+def from_f64(values: np.ndarray) -> np.ndarray:
+    """float64 results as register bits, NaN made canonical."""
     bits = values.view(np.uint64)
     invalid = np.isnan(values)
     return np.where(invalid, np.uint64(0x7FFFFFFFFFFFFFFF), bits) if invalid.any() else bits
@@ -28,7 +29,7 @@ def _from_f64(values: np.ndarray) -> np.ndarray:
 def _lifted(kind: PtxType, fn, ftz: bool = False, saturate: bool = False):
     """`fn` on floats as a function on register bits."""
     if kind.bits == 64:
-        return lambda *bits: _from_f64(fn(*[x.view(np.float64) for x in bits]))
+        return lambda *bits: from_f64(fn(*[x.view(np.float64) for x in bits]))
     if not ftz and not saturate:
         return lambda *bits: from_f32(fn(*[x.view(np.float32) for x in bits]))
 

@@ -181,7 +181,7 @@ class Road:
             return memory, address - np.uint64(memory.BASE), access
         if space == "local":
             memory = G.grid.local
-            return memory, memory.offsets(address, G), access
+            return memory, memory.offsets(address, G.numbers), access
         memory = G.grid.shared
         return memory, memory.offsets(address, G.rows(G.grid.first_block)), access
 

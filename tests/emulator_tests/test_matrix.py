@@ -1,0 +1,170 @@
+"""Matrix instructions: fragment layouts element by element, sums against exact arithmetic."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from tests.emulator import GlobalMemory
+from tests.emulator.dotadd import FRACTION_BITS, fused_dot_add
+from tests.emulator_tests.exact import BF16, E4M3, F16, F32
+from tests.emulator_tests.harness import apply, kernel, run
+
+KINDS = {"bf16": (BF16, 2, 16), "f16": (F16, 2, 16), "e4m3": (E4M3, 1, 32)}
+
+
+def small_codes(fmt, shape, rng):
+    """Codes of small integers: their products and sums are exact in any order."""
+    table = np.array([fmt.round(Fraction(v)) for v in range(-8, 9)])
+    values = rng.integers(-8, 9, shape)
+    return values, table[values + 8]
+
+
+def a_fragment(codes, lane, register, per):
+    """PTX's table: the elements of A that a lane's register holds."""
+    row = lane // 4 + 8 * (register % 2)
+    column = (lane % 4) * per + 4 * per * (register // 2)
+    return codes[row, column : column + per]
+
+
+def b_fragment(codes, lane, register, per):
+    row = (lane % 4) * per + 4 * per * register
+    return codes[row : row + per, lane // 4]
+
+
+def packed(elements, size):
+    return sum(int(e) << 8 * size * i for i, e in enumerate(elements))
+
+
+@pytest.mark.parametrize(("name", "k"), [("bf16", 16), ("bf16", 8), ("f16", 16), ("e4m3", 32)])
+def test_mma_fragments(name, k):
+    fmt, size, _ = KINDS[name]
+    rng = np.random.default_rng()
+    per = 4 // size
+    a_values, a = small_codes(fmt, (16, k), rng)
+    b_values, b = small_codes(fmt, (k, 8), rng)
+    c = rng.integers(-100, 100, (16, 8)).astype("f4")
+    registers = k * size // 8
+    inputs = [np.array([packed(a_fragment(a, lane, r, per), size) for lane in range(32)], "u4")
+              for r in range(registers)]  # fmt: skip
+    inputs += [np.array([packed(b_fragment(b, lane, r, per), size) for lane in range(32)], "u4")
+               for r in range(registers // 2)]  # fmt: skip
+    where = [
+        [(lane // 4 + 8 * (i // 2), lane % 4 * 2 + i % 2) for lane in range(32)] for i in range(4)
+    ]
+    inputs += [np.array([c[p] for p in places], "f4").view("u4") for places in where]
+    names = [f"%a{i}" for i in range(len(inputs))]
+    code = (
+        f"\tmma.sync.aligned.m16n8k{k}.row.col.f32.{name}.{name}.f32 {{%z0, %z1, %z2, %z3}}, "
+        f"{{{', '.join(names[:registers])}}}, "
+        f"{{{', '.join(names[registers : registers * 3 // 2])}}}, {{{', '.join(names[-4:])}}};"
+    )
+    if registers == 2:
+        code = code.replace("{%a2}", "%a2")
+    got = apply(code, inputs, [np.dtype("u4")] * 4)
+    want = a_values @ b_values + c
+    for i, places in enumerate(where):
+        np.testing.assert_array_equal(got[i].view("f4"), [want[p] for p in places])
+
+
+def exact_dot(fmt, a, b, c):
+    """The documented rule in exact arithmetic, for one output element."""
+
+    def exponent(f, code):
+        magnitude = code & (f.sign - 1)
+        if magnitude == 0:
+            return -126
+        return max(magnitude >> f.mantissa_bits, 1) - f.bias
+
+    terms = [(fmt.value(x) * fmt.value(y), exponent(fmt, x) + exponent(fmt, y))
+             for x, y in zip(a, b, strict=True)]  # fmt: skip
+    terms.append((F32.value(c), exponent(F32, c)))
+    unit = Fraction(2) ** (max(e for _, e in terms) - FRACTION_BITS)
+    total = sum(int(value / unit) for value, _ in terms)  # int() truncates toward zero
+    return F32.round(total * unit, "rz")
+
+
+@pytest.mark.parametrize(
+    ("fmt", "smallest", "spread"), [(BF16, -126, 30), (F16, -14, 8), (BF16, -126, 2)]
+)
+def test_dot_product_rule(fmt, smallest, spread):
+    """Random magnitudes: aligned to the largest exponent, truncated, summed, truncated."""
+    rng = np.random.default_rng()
+    n, k = 24, 16
+
+    def draw(f, shape, wide):
+        exponent = rng.integers(f.bias - wide, f.bias + wide, shape)
+        mantissa = rng.integers(0, 1 << f.mantissa_bits, shape)
+        sign = rng.integers(0, 2, shape) * f.sign
+        return np.where(rng.random(shape) < 0.1, 0, exponent << f.mantissa_bits | mantissa | sign)
+
+    a, b, c = draw(fmt, (n, k), spread), draw(fmt, (8, k), spread), draw(F32, (n, 8), spread)
+    value = np.vectorize(lambda x: float(fmt.value(int(x))))
+    got = fused_dot_add(value(a), value(b), c.astype("u4").view("f4"), smallest)
+    for i in range(n):
+        for j in range(8):
+            row, column = [int(x) for x in a[i]], [int(x) for x in b[j]]
+            assert int(got[i, j]) == exact_dot(fmt, row, column, int(c[i, j]))
+
+
+def test_dot_product_of_special_values():
+    a = np.ones((4, 16), np.float32)
+    b = np.ones((8, 16), np.float32)
+    a[0, 3], a[1, 3], a[2, 5] = np.nan, np.inf, np.inf
+    a[2, 6] = -np.inf
+    got = fused_dot_add(a, b, np.zeros((4, 8), np.float32), -126)
+    assert (got[0] == 0x7FFFFFFF).all()
+    assert (got[1] == 0x7F800000).all()
+    assert (got[2] == 0x7FFFFFFF).all()
+    assert (got[3].view("f4") == 16).all()
+
+
+@pytest.mark.parametrize("trans", ["", ".trans"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_ldmatrix_and_stmatrix(count, trans):
+    """Matrices with padded rows in shared memory, loaded, stored elsewhere the same way."""
+    rng = np.random.default_rng()
+    stride = 48
+    data = rng.integers(0, 1 << 16, (count * 8, 8)).astype("u2")
+    registers = ", ".join(f"%r{i}" for i in range(10, 10 + count))
+    outputs = "\n".join(f"\tst.global.b32 [%d0+{128 * i}], %r{10 + i};" for i in range(count))
+    code = f"""
+\tmul.wide.u32 %d0, %lane, 16;
+\tadd.u64 %d0, %d0, %pa0;
+\tsetp.lt.u32 %p0, %lane, {8 * count};
+\tmad.lo.u32 %r0, %lane, {stride}, %sm;
+\t@!%p0 bra SKIP;
+\tld.global.v4.b32 {{%r1, %r2, %r3, %r4}}, [%d0];
+\tst.shared.v4.b32 [%r0], {{%r1, %r2, %r3, %r4}};
+SKIP:
+\tbar.warp.sync -1;
+\tldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 {{{registers}}}, [%r0];
+\tmul.wide.u32 %d0, %lane, 4;
+\tadd.u64 %d0, %d0, %pa1;
+{outputs}
+\tstmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 [%r0+8192], {{{registers}}};
+\tbar.warp.sync -1;
+\t@!%p0 bra END;
+\tld.shared.v4.b32 {{%r1, %r2, %r3, %r4}}, [%r0+8192];
+\tmul.wide.u32 %d0, %lane, 16;
+\tadd.u64 %d0, %d0, %pa2;
+\tst.global.v4.b32 [%d0], {{%r1, %r2, %r3, %r4}};
+END:"""
+    memory = GlobalMemory()
+    source = memory.allocate("source", data)
+    loaded, stored = memory.allocate("loaded", 128 * count), memory.allocate("stored", data.nbytes)
+    run(kernel(code, ["u64"] * 3), 32, [source, loaded, stored], memory, shared=16384)
+    np.testing.assert_array_equal(memory.contents(stored, data.nbytes)[0].view("u2"), data.ravel())
+    words = memory.contents(loaded, 128 * count)[0].view("u2").reshape(count, 32, 2)
+    for i, matrix in enumerate(data.reshape(count, 8, 8)):
+        matrix = matrix.T if trans else matrix
+        for lane in range(32):
+            row, column = lane // 4, lane % 4 * 2
+            np.testing.assert_array_equal(words[i, lane], matrix[row, column : column + 2])
+
+
+def test_movmatrix_transposes():
+    data = np.arange(64, dtype=np.uint16).reshape(8, 8)
+    (got,) = apply("\tmovmatrix.sync.aligned.m8n8.trans.b16 %z0, %a0;",
+                   [data.view("u4").ravel()], [np.dtype("u4")])  # fmt: skip
+    np.testing.assert_array_equal(got.view("u2").reshape(8, 8), data.T)
