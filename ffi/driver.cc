@@ -38,6 +38,7 @@ Driver Open() {
   Resolve(library, "cuDeviceGetAttribute", &driver.cuDeviceGetAttribute);
   Resolve(library, "cuDeviceCanAccessPeer", &driver.cuDeviceCanAccessPeer);
   Resolve(library, "cuDevicePrimaryCtxRetain", &driver.cuDevicePrimaryCtxRetain);
+  Resolve(library, "cuDevicePrimaryCtxGetState", &driver.cuDevicePrimaryCtxGetState);
   Resolve(library, "cuCtxGetCurrent", &driver.cuCtxGetCurrent);
   Resolve(library, "cuCtxPushCurrent_v2", &driver.cuCtxPushCurrent);
   Resolve(library, "cuCtxPopCurrent_v2", &driver.cuCtxPopCurrent);
@@ -94,6 +95,23 @@ Context PrimaryContext(int ordinal) {
         Concat("cuDevicePrimaryCtxRetain of device ", ordinal));
   contexts->emplace(ordinal, context);
   return context;
+}
+
+std::vector<int> ActiveDevices() {
+  const Driver& driver = GetDriver();
+  int count = 0;
+  Check(driver.cuDeviceGetCount(&count), "counting devices");
+  std::vector<int> active_devices;
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    Device device;
+    unsigned flags;
+    int active = 0;
+    Check(driver.cuDeviceGet(&device, ordinal), Concat("cuDeviceGet of device ", ordinal));
+    Check(driver.cuDevicePrimaryCtxGetState(device, &flags, &active),
+          Concat("asking whether device ", ordinal, " is in use"));
+    if (active) active_devices.push_back(ordinal);
+  }
+  return active_devices;
 }
 
 ContextScope::ContextScope(Context wanted) {

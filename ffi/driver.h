@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string_view>
+#include <vector>
 
 namespace k3jax::cuda {
 
@@ -75,6 +76,7 @@ struct Driver {
   Result (*cuDeviceGetAttribute)(int* value, DeviceAttribute attribute, Device device);
   Result (*cuDeviceCanAccessPeer)(int* can_access, Device device, Device peer);
   Result (*cuDevicePrimaryCtxRetain)(Context* context, Device device);
+  Result (*cuDevicePrimaryCtxGetState)(Device device, unsigned* flags, int* active);
   Result (*cuCtxGetCurrent)(Context* context);
   Result (*cuCtxPushCurrent)(Context context);
   Result (*cuCtxPopCurrent)(Context* context);
@@ -98,6 +100,9 @@ void Check(Result result, std::string_view what);
 
 // The primary context of a device, retained once and kept: the one in which XLA runs.
 Context PrimaryContext(int ordinal);
+
+// The devices of this process whose primary context exists.
+std::vector<int> ActiveDevices();
 
 // Makes a context current for the life of the object.
 class ContextScope {

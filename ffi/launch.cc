@@ -54,6 +54,17 @@ void LoadedProgram::Load(int device) {
   CheckDevice(device);
   if (resident_[device].load(std::memory_order_acquire) != nullptr) return;
   std::lock_guard<std::mutex> lock(mutex_);
+  LoadOn(device);
+  for (int other : cuda::ActiveDevices()) {
+    try {
+      if (other < kMaxDevices) LoadOn(other);
+    } catch (const Failure&) {
+      // Of another kind, perhaps: its own call of Load says so, if it ever runs the program.
+    }
+  }
+}
+
+void LoadedProgram::LoadOn(int device) {
   if (owned_[device] != nullptr) return;
   auto resident = std::make_unique<Resident>();
   resident->context = cuda::PrimaryContext(device);

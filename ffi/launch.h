@@ -30,7 +30,8 @@ class LoadedProgram {
 
   const ProgramSpec& spec() const { return spec_; }
 
-  // Loads the kernels on a device, once. Allocates.
+  // Loads the kernels, once, on the device and on every other one that this process uses: loading
+  // may wait for a device, so none may be left for when a kernel there already spins on a peer.
   void Load(int device);
 
   // Puts the launches on the stream: no allocation, no wait. The device must have been loaded.
@@ -42,6 +43,7 @@ class LoadedProgram {
     std::vector<cuda::Function> functions;  // one a kernel of the program
   };
 
+  void LoadOn(int device);
   void LaunchOne(const LaunchSpec& launch, cuda::Function function, int device, cuda::Stream stream,
                  const Buffers& buffers) const;
 

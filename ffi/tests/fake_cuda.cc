@@ -1,5 +1,6 @@
 #include "fake_cuda.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -102,6 +103,12 @@ Result cuDeviceCanAccessPeer(int* can_access, Device device, Device) {
 Result cuDevicePrimaryCtxRetain(Context* context, Device device) {
   *context = &contexts[device];
   return Called("cuDevicePrimaryCtxRetain");
+}
+
+Result cuDevicePrimaryCtxGetState(Device device, unsigned* flags, int* active) {
+  *flags = 0;
+  *active = std::count(fake.active_devices.begin(), fake.active_devices.end(), device) > 0;
+  return Called("cuDevicePrimaryCtxGetState");
 }
 
 Result cuCtxGetCurrent(Context* context) {

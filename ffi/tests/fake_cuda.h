@@ -34,6 +34,7 @@ struct FakeCuda {
   std::map<std::string, int> failures;      // driver function to the error it shall return
   std::map<std::string, int> shared_limit;  // by entry: dynamic shared memory allowed
   std::map<std::string, int> non_portable;  // by entry
+  std::vector<int> active_devices;          // whose primary contexts exist
   int context_depth = 0;                    // pushes less pops
 };
 

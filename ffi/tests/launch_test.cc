@@ -83,6 +83,22 @@ TEST(LoadsEachCubinOnceAProcess) {
   CHECK(fake->calls["cuLibraryLoadData"] == before + 1);
 }
 
+TEST(LoadsOnEveryDeviceInUse) {
+  LoadedProgram alone(MakeProgram("everywhere", "\177ELFeverywhere:4;"));
+  alone.Load(0);
+  CHECK_THROWS(alone.Launch(1, kStream, MakeBuffers()), "not loaded on device 1");
+
+  fake->active_devices = {0, 1};
+  LoadedProgram program(MakeProgram("everywhere", "\177ELFeverywhere:4;"));
+  program.Load(0);
+  const auto before = fake->calls;
+  program.Load(1);
+  CHECK(fake->calls == before);
+  program.Launch(1, kStream, MakeBuffers());
+  CHECK(fake->launches.back().device == 1);
+  fake->active_devices.clear();
+}
+
 TEST(LaunchingAllocatesAndLoadsNothing) {
   LoadedProgram program(MakeProgram("steady", "\177ELFsteady:4;"));
   program.Load(0);
