@@ -135,6 +135,7 @@ def _experts_table() -> list[_Row[ExpertsTier]]:
     return [
         _Row(ExpertsTier.XLA, "runs everywhere"),
         _Row(ExpertsTier.REFERENCE, "the specification; differentiable", preferred=False),
+        _Row(ExpertsTier.W4A8, "MXFP8 activations", preferred=False),
     ]
 
 

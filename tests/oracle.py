@@ -50,6 +50,22 @@ def route(logits, bias, top_k, renormalize=True, factor=1.0):
     return ids, weights
 
 
+def mxfp8(x):
+    """Rounds to MXFP8 and back: groups of 32, power-of-two scale with max / 448 rounded up."""
+    groups = np.asarray(x, np.float64).reshape(*np.shape(x)[:-1], -1, GROUP)
+    largest = np.abs(groups).max(-1, keepdims=True)
+    exponent = np.ceil(np.log2(np.where(largest > 0, largest / 448, 1.0)))
+    scale = np.ldexp(1.0, exponent.astype(int))
+    e4m3 = (groups / scale).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+    return (e4m3.astype(np.float64) * scale).reshape(np.shape(x))
+
+
+def expert_row_w4a8(z, w1, w3, w2, beta, linear_beta):
+    """Like `expert_row`, rounding activations to MXFP8 in front of both products."""
+    z = mxfp8(z)
+    return bf16(w2 @ mxfp8(situ(w1 @ z, w3 @ z, beta, linear_beta)))
+
+
 def expert_row(z, w1, w3, w2, beta, linear_beta, rounded):
     """One token through one expert: z [L] -> [L]; weights already float64."""
     r = bf16 if rounded else lambda x: x

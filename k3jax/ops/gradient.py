@@ -1,6 +1,5 @@
 """Refusing a gradient in words, where an implementation has none."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ def without_gradient(function: Callable[..., Any], *, name: str, remedy: str) ->
     The last argument of `function` is static; the others are pytrees of arrays.
     """
 
-    @functools.wraps(function)
     def wrapped(*args):
         *arrays, static = args
 

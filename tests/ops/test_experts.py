@@ -201,3 +201,35 @@ def test_gradient_of_the_reference_matches_finite_differences():
     np.testing.assert_allclose(slope, numeric, rtol=0.05)
     with pytest.raises(NotImplementedError, match=r"no gradient; plan the layer with experts='ref"):
         jax.grad(loss)(z, ExpertsTier.XLA)
+
+
+class TestW4A8:
+    """MXFP8 activations: its own numbers, near those of W4A16 and never mixed up with them."""
+
+    def run(self, z, ids, weights):
+        call = jax.jit(lambda *args: routed_experts(*args, config=TINY, tier=ExpertsTier.W4A8))
+        return call(z, jnp.asarray(ids), jnp.asarray(weights), params_of(TINY).experts)
+
+    @pytest.mark.parametrize("num_tokens", [0, 1, 5, 33])
+    def test_against_an_oracle_that_rounds_alike(self, num_tokens):
+        ids, weights = routes(num_tokens)
+        z = tokens_of(num_tokens, TINY.latent_size)
+        bank = bank_of(params_of(TINY), TINY)
+        want = np.zeros(z.shape)
+        for t, slot in np.ndindex(*ids.shape):
+            row = oracle.expert_row_w4a8(
+                np.asarray(z[t], np.float64), *bank(ids[t, slot]), 4.0, 25.0
+            )
+            want[t] += weights[t, slot] * row
+        assert oracle.relative_error(self.run(z, ids, weights), want) < 1e-2
+
+    def test_stays_near_w4a16(self):
+        ids, weights = routes(33)
+        z = tokens_of(33, TINY.latent_size)
+        got = np.asarray(self.run(z, ids, weights), np.float64)
+        near = oracle.experts(
+            np.asarray(z, np.float64), ids, weights, bank_of(params_of(TINY), TINY)
+        )
+        cosine = (got * near).sum() / np.linalg.norm(got) / np.linalg.norm(near)
+        assert cosine > 0.998
+        assert 5e-3 < oracle.relative_error(got, near) < 0.06

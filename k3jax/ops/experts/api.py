@@ -1,5 +1,6 @@
 """The routed experts: one function, several implementations of the same numbers."""
 
+import functools
 from enum import StrEnum
 
 import jax
@@ -16,18 +17,20 @@ class ExpertsTier(StrEnum):
     Attributes:
         XLA: sort by expert, then dequantise and multiply the experts that were chosen.
         REFERENCE: one route at a time; slow, differentiable in z and the weights.
+        W4A8: other numbers, by request only: activations rounded to MXFP8 in front of each product.
     """
 
     XLA = "xla"
     REFERENCE = "reference"
+    W4A8 = "w4a8"
 
 
 _ROWS = {
     ExpertsTier.REFERENCE: reference.rows,
-    ExpertsTier.XLA: without_gradient(
-        xla.rows, name="experts='xla'", remedy="plan the layer with experts='reference'"
-    ),
+    ExpertsTier.XLA: xla.rows,
+    ExpertsTier.W4A8: functools.partial(xla.rows, expert=reference.expert_w4a8),
 }
+_DIFFERENTIABLE = (ExpertsTier.REFERENCE,)
 
 
 def routed_experts(
@@ -53,5 +56,9 @@ def routed_experts(
         tier: implementation.
     """
     betas = (config.situ_beta, config.situ_linear_beta)
-    rows = _ROWS[tier](z, ids, params, betas)
+    compute = _ROWS[tier]
+    if tier not in _DIFFERENTIABLE:
+        remedy = "plan the layer with experts='reference'"
+        compute = without_gradient(compute, name=f"experts={tier.value!r}", remedy=remedy)
+    rows = compute(z, ids, params, betas)
     return reference.combine(rows, ids, weights)

@@ -6,6 +6,8 @@ from jax import lax
 
 from k3jax.ops.activation import situ_glu
 from k3jax.params import ExpertParams
+from k3jax.quant import mxfp8
+from k3jax.quant.mxfp4 import Mxfp4Array
 
 
 def expert(z: jax.Array, params: ExpertParams, index, betas) -> jax.Array:
@@ -16,17 +18,33 @@ def expert(z: jax.Array, params: ExpertParams, index, betas) -> jax.Array:
     with r() rounding to bfloat16 and every sum in float32.
     """
 
-    def linear(rows, matrix):
-        weight = matrix[index].dequantize()
-        return jnp.einsum("nk,mk->nm", rows, weight, preferred_element_type=jnp.float32)
-
-    gate = linear(z, params.w1).astype(jnp.bfloat16)
-    up = linear(z, params.w3).astype(jnp.bfloat16)
+    gate = _linear(z, params.w1[index]).astype(jnp.bfloat16)
+    up = _linear(z, params.w3[index]).astype(jnp.bfloat16)
     hidden = situ_glu(gate, up, *betas).astype(jnp.bfloat16)
-    return linear(hidden, params.w2).astype(jnp.bfloat16)
+    return _linear(hidden, params.w2[index]).astype(jnp.bfloat16)
 
 
-def rows(z: jax.Array, ids: jax.Array, params: ExpertParams, betas) -> jax.Array:
+def expert_w4a8(z: jax.Array, params: ExpertParams, index, betas) -> jax.Array:
+    """Like `expert`, with MXFP8 activations in front of both products.
+
+        h = q(SiTU(q(z) W1^T, q(z) W3^T)), y = r(h W2^T)
+
+    with q() rounding to MXFP8 in groups of 32 along the contraction axis, and gate, up and their
+    activation in float32. Every MXFP8 and MXFP4 value is a bfloat16, so the products are those of a
+    block-scaled MXFP8 by MXFP4 matrix instruction; only the order of the float32 sums differs.
+    """
+    z = mxfp8.quantize(z).dequantize()
+    gate, up = _linear(z, params.w1[index]), _linear(z, params.w3[index])
+    hidden = mxfp8.quantize(situ_glu(gate, up, *betas)).dequantize()
+    return _linear(hidden, params.w2[index]).astype(jnp.bfloat16)
+
+
+def _linear(rows: jax.Array, matrix: Mxfp4Array) -> jax.Array:
+    weight = matrix.dequantize()
+    return jnp.einsum("nk,mk->nm", rows, weight, preferred_element_type=jnp.float32)
+
+
+def rows(z: jax.Array, ids: jax.Array, params: ExpertParams, betas, expert=expert) -> jax.Array:
     """One unweighted row a slot: bfloat16 [T, K, L]; slots with id -1 are zero."""
 
     def route(token_and_id):

@@ -18,7 +18,9 @@ from k3jax.params import ExpertParams
 _BLOCKS = (8, 32, 128)
 
 
-def rows(z: jax.Array, ids: jax.Array, params: ExpertParams, betas) -> jax.Array:
+def rows(
+    z: jax.Array, ids: jax.Array, params: ExpertParams, betas, expert=reference.expert
+) -> jax.Array:
     """Same contract as `reference.rows`."""
     num_tokens, top_k = ids.shape
     num_experts = params.w1.packed.shape[0]
@@ -34,11 +36,11 @@ def rows(z: jax.Array, ids: jax.Array, params: ExpertParams, betas) -> jax.Array
     first_unit = jnp.cumsum((counts + block - 1) // block)
 
     def unit(index, sorted_rows):
-        expert = jnp.searchsorted(first_unit, index, side="right").astype(jnp.int32)
-        before = jnp.where(expert > 0, first_unit[expert - 1], 0)
-        start = starts[expert] + (index - before) * block
+        owner = jnp.searchsorted(first_unit, index, side="right").astype(jnp.int32)
+        before = jnp.where(owner > 0, first_unit[owner - 1], 0)
+        start = starts[owner] + (index - before) * block
         source = lax.dynamic_slice(padded_order, (start,), (block,)) // top_k
-        y = reference.expert(z[source], params, expert, betas)
+        y = expert(z[source], params, owner, betas)
         # A short unit writes past its rows; the units after it, in order, write over that.
         return lax.dynamic_update_slice(sorted_rows, y, (start, 0))
 
