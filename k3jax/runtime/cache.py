@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ MAGIC = b"k3jax kernel 1\n"
 SUFFIX = ".k3kernel"
 DEFAULT_MAX_BYTES = 256 << 20
 NUM_LOCKS = 16
+ABANDONED_SECONDS = 3600
+"""Age at which a half-written file is taken for one whose writer died."""
 
 
 def default_directory() -> Path:
@@ -93,9 +96,13 @@ class DiskCache:
             yield
 
     def _evict(self, keep: Path) -> None:
+        for path in self.directory.glob("*.part"):
+            with contextlib.suppress(FileNotFoundError):  # another process evicts too
+                if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                    path.unlink()
         entries = []
         for path in self.directory.glob("*" + SUFFIX):
-            with contextlib.suppress(FileNotFoundError):  # another process evicts too
+            with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
                 entries.append((status.st_mtime_ns, status.st_size, path))
         total = sum(size for _, size, _ in entries)

@@ -101,3 +101,14 @@ def test_failed_write_leaves_nothing(cache, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         cache.write(key(), {}, b"code")
     assert list(cache.directory.iterdir()) == []
+
+
+def test_files_of_dead_writers_are_removed(cache):
+    cache.write(key(), {}, b"code")
+    old, young = cache.directory / "old.part", cache.directory / "young.part"
+    for path in (old, young):
+        path.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    cache.write(key(), {}, b"code")
+    assert not old.exists()
+    assert young.exists()

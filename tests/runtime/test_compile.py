@@ -61,6 +61,14 @@ def test_one_process_compiles_for_every_architecture():
     assert len({code.cubin for code in compiled.values()}) == len(ARCHS)
 
 
+def test_compiling_leaves_no_files_behind(tmp_path, monkeypatch):
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    compile_kernel(Scale(), "sm_90a")
+    assert list(work.iterdir()) == []
+
+
 def test_second_process_compiles_nothing(cache_folder):
     first = output(start(COMPILE))
     second = output(start(COMPILE))

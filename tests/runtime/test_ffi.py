@@ -135,6 +135,33 @@ def test_result_varies_over_the_axes_of_every_operand():
     assert seen[0] == {"dp", "tp"}
 
 
+def test_nested_shard_maps_that_are_manual_together_are_accepted():
+    over = mesh("dp", "tp")
+    inner = jax.shard_map(chosen, in_specs=P("tp"), out_specs=P("tp"), axis_names={"tp"})
+    outer = jax.shard_map(inner, mesh=over, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"})
+    x = sharded(8 * COUNT, over, ("dp", "tp"))
+    assert lower(outer, x).as_text().count("@k3jax_launch") == 1
+
+
+def test_runs_inside_scan_and_remat_with_side_effects(x):
+    exchange = platform_choice(
+        lambda x: call_program(scale_program(COUNT, 2.0), x, target=H200, has_side_effect=True)[0],
+        lambda x: 2.0 * x,
+    )
+
+    @jax.checkpoint
+    def step(x, _):
+        return exchange(x), None
+
+    def steps(x):
+        return jax.lax.scan(step, x, length=5)[0]
+
+    text = lower(steps, x).as_text()
+    assert text.count("@k3jax_launch") == 1
+    assert "has_side_effect = true" in text
+    np.testing.assert_array_equal(jax.jit(steps)(x), 32.0 * np.asarray(x))
+
+
 def test_empty_results_need_no_kernel():
     empty = ArraySpec((0, 4), np.dtype(np.float32))
     launch = Launch(Scale(), (1, 1, 1), (Operand(0), Result(0), 0, 1.0))
