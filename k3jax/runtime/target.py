@@ -72,7 +72,7 @@ _GUIDE = "architecture, shared memory: CUDA C++ Programming Guide, technical spe
 
 TARGETS = {
     "cpu": Target("cpu", source="no kernels: the references run"),
-    "h100": Target("h100", "sm_90a", 132, 232448, source=f"{_GUIDE}; SMs: H100 SXM datasheet"),
+    "h100": Target("h100", "sm_90a", 132, 232448, source=f"{_GUIDE}; SMs: H100 whitepaper, SXM5"),
     "h200": Target(
         "h200",
         "sm_90a",
@@ -81,6 +81,6 @@ TARGETS = {
         4.29e12,
         source=f"{_GUIDE}; SMs and 4 GiB plain read: measured on an NVIDIA H200",
     ),
-    "b200": Target("b200", "sm_100a", 148, 232448, source=f"{_GUIDE}; SMs: B200 product brief"),
-    "b300": Target("b300", "sm_103a", 148, 232448, source=f"{_GUIDE}; SMs: B300 product brief"),
+    "b200": Target("b200", "sm_100a", 148, 232448, source=f"{_GUIDE}; SMs: XLA's description"),
+    "b300": Target("b300", "sm_103a", 148, 232448, source=f"{_GUIDE}; SMs: taken as the B200's"),
 }
