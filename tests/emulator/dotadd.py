@@ -24,6 +24,7 @@ def exponents(values: np.ndarray, smallest: int) -> np.ndarray:
     return np.where(values == 0, _ZERO_EXPONENT, np.maximum(exponent - 1, smallest))
 
 
+@np.errstate(all="ignore")
 def fused_dot_add(
     a: np.ndarray,
     b: np.ndarray,

@@ -65,7 +65,7 @@ class Format:
             return zero
         sign = self.sign if value < 0 else 0
         magnitude = abs(value)
-        exponent = max(_log2(magnitude), 1 - self.bias)
+        exponent = max(floor_log2(magnitude), 1 - self.bias)
         step = Fraction(2) ** (exponent - self.mantissa_bits)
         scaled = magnitude / step
         whole = scaled.numerator // scaled.denominator
@@ -84,7 +84,7 @@ class Format:
         return sign | code
 
 
-def _log2(value: Fraction) -> int:
+def floor_log2(value: Fraction) -> int:
     """floor(log2(value)) of a positive fraction, exactly."""
     guess = value.numerator.bit_length() - value.denominator.bit_length()
     return guess if Fraction(2) ** guess <= value else guess - 1
@@ -162,7 +162,7 @@ def square_root(fmt: Format, a: int) -> int:
     if fmt.is_infinite(a) or a & (fmt.sign - 1) == 0:
         return a
     value = fmt.value(a)
-    shift = 4 * fmt.mantissa_bits + 2 * abs(_log2(value)) + 8
+    shift = 4 * fmt.mantissa_bits + 2 * abs(floor_log2(value)) + 8
     root = math.isqrt(value.numerator * (1 << 2 * shift) // value.denominator)
     exact = root * root * value.denominator == value.numerator << 2 * shift
     # A sticky bit stands for the rest, far below the rounding position.
