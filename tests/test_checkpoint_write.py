@@ -87,16 +87,30 @@ def test_tensors(written):
     assert len(set(hashes)) == len(hashes), "two tensors hold the same numbers"
 
 
-def test_values_keep_activations_near_one(written):
-    arrays = read_checkpoint(written)
-    for name in ("w1", "w3", "w2"):
-        stem = PREFIX.format(2) + f"experts.7.{name}.weight"
-        packed, scale = arrays[f"{stem}_packed"], arrays[f"{stem}_scale"]
+@pytest.mark.parametrize(("latent", "intermediate"), [(128, 512), (96, 160), (3584, 3072)])
+def test_weights_have_the_variance_of_one_over_their_inputs(tmp_path, latent, intermediate):
+    config = dataclasses.replace(
+        TINY, latent_size=latent, expert_intermediate_size=intermediate, num_experts=4
+    )
+    write_checkpoint(tmp_path, config, [2])
+    tensors = layer_of(read_checkpoint(tmp_path), 2)
+    for name, inputs in (("w1", latent), ("w3", latent), ("w2", intermediate)):
+        stem = f"experts.3.{name}.weight"
+        packed, scale = (tensors[f"{stem}_{part}"][:256] for part in ("packed", "scale"))
         codes = np.concatenate([(packed & 15).ravel(), (packed >> 4).ravel()])
         assert np.bincount(codes, minlength=16).min() > 0.8 * codes.size / 16
         assert len(np.unique(scale)) == 2
-        values = oracle.mxfp4_values(packed, scale)
+        assert inputs * np.mean(oracle.mxfp4_values(packed, scale) ** 2) == pytest.approx(
+            1, rel=0.1
+        )
+    for name in ("gate.weight", "routed_expert_up_proj.weight", "shared_experts.down_proj.weight"):
+        values = tensors[name].astype(np.float64)
         assert values.shape[-1] * np.mean(values**2) == pytest.approx(1, rel=0.1)
+    assert np.mean(tensors["routed_expert_norm.weight"].astype(float)) == pytest.approx(1, abs=0.1)
+    assert 0 < np.abs(tensors["gate.e_score_correction_bias"]).max() < 0.1
+
+
+def test_activations_stay_near_one(written):
     x = tokens_of(32, TINY.hidden_size, seed=5)
     run = jax.jit(functools.partial(moe_layer, config=TINY))
     for layer in TINY.moe_layers:
