@@ -1,0 +1,185 @@
+"""The routed experts as one custom call of CuTe kernels: what they support, and the program.
+
+Launches: the scratch is prepared (and routes grouped, past 128 of them); the persistent kernel; and,
+where a token's rows do not fit shared memory, the weighted sum.
+"""
+
+import jax
+import numpy as np
+
+from k3jax.config import MoEConfig
+from k3jax.ops.experts.packing import CHUNK, GROUP_CHUNKS, PackedExperts, check_packed
+from k3jax.runtime.buckets import token_bucket
+from k3jax.runtime.program import ArraySpec, Launch, Operand, Program, Result
+from k3jax.runtime.target import Target
+
+MAX_TOKENS = 128
+"""Most tokens of a program: past it a unit of 8 routes is too small to pay for its weights."""
+MAX_SUMMED_TOKENS = 64
+"""Most tokens whose rows stay in shared memory for the weighted sum."""
+MAX_STAGES = 8
+MIN_STAGES = 2
+MAX_WARPS = 30
+"""Compute warps of a block: two more make the 1024 threads that a block may have."""
+
+
+def refusal(config: MoEConfig, num_tokens: int, tp: int, target: Target) -> str | None:
+    """Why the kernels cannot run this, or None if they can."""
+    inner, latent = config.expert_intermediate_size // tp, config.latent_size
+    slice_size = GROUP_CHUNKS * CHUNK
+    if target.arch is None:
+        return f"there are no kernels for {target.kind}"
+    if num_tokens > MAX_TOKENS:
+        return f"{num_tokens} tokens are more than the {MAX_TOKENS} that it serves"
+    if latent % slice_size or not 2 <= latent // slice_size <= MAX_WARPS:
+        return (
+            f"latent_size={latent} is not a multiple of {slice_size} from {2 * slice_size} to "
+            f"{MAX_WARPS * slice_size}"
+        )
+    if inner % CHUNK:
+        return f"expert_intermediate_size / tp = {inner} is not a multiple of {CHUNK}"
+    if config.num_experts > 1024:
+        return f"num_experts={config.num_experts} is more than the 1024 that routes are grouped by"
+    if inner > latent:
+        return f"{inner} neurons a rank are more than latent_size={latent}"
+    return None
+
+
+def decode_program(
+    config: MoEConfig, num_tokens: int, tp: int, target: Target, weighted: bool = True
+) -> Program:
+    """The custom call for `num_tokens` tokens on one rank.
+
+    Operands: z bfloat16 [T, L], ids int32 [T, K], weights float32 [T, K], gate_up and down in
+    kernel order. Result: the weighted sum bfloat16 [T, L], or the unweighted rows [T, K, L] with
+    zeros where an id is -1.
+
+    Args:
+        config: the layer.
+        num_tokens: T, at least 1.
+        tp: ranks that share each expert.
+        target: the device.
+        weighted: the sum, or the rows.
+
+    Raises:
+        NotImplementedError: what `refusal` says.
+    """
+    reason = refusal(config, num_tokens, tp, target)
+    if reason is not None:
+        raise NotImplementedError(f"experts='decode': {reason}; use experts='xla'")
+    return _program(config, num_tokens, tp, target, weighted)
+
+
+def routed_experts(
+    z: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    packed: PackedExperts,
+    *,
+    config: MoEConfig,
+    tp: int,
+    target: Target,
+    weighted: bool = True,
+) -> jax.Array:
+    """Runs `decode_program`; zero tokens need no call.
+
+    Raises:
+        TypeError, ValueError: `packed` is not this config's weights in this version's order.
+        NotImplementedError: what `refusal` says.
+    """
+    from k3jax.runtime.ffi import call_program
+
+    check_packed(
+        packed, config.num_experts, config.latent_size, config.expert_intermediate_size // tp
+    )
+    program = decode_program(config, max(z.shape[0], 1), tp, target, weighted)
+    if z.shape[0] == 0:
+        spec = program.results[0]
+        return jax.numpy.zeros((0, *spec.shape[1:]), spec.dtype)
+    (out,) = call_program(program, z, ids, weights, packed.gate_up, packed.down, target=target)
+    return out
+
+
+def _program(config, num_tokens, tp, target, weighted) -> Program:
+    # Kernel modules import the CuTe DSL, which only whoever builds a program needs.
+    from k3jax.ops.experts.kernel_combine import CombineKernel
+    from k3jax.ops.experts.kernel_decode import UNIT
+    from k3jax.ops.experts.kernel_prepare import TABLE_HEADER_BYTES, UNIT_BYTES, PrepareKernel
+
+    E, K, L = config.num_experts, config.experts_per_token, config.latent_size
+    inner = config.expert_intermediate_size // tp
+    routes = num_tokens * K
+    summed = weighted and num_tokens <= MAX_SUMMED_TOKENS
+    main = _main_kernel(config, num_tokens, inner, target, summed)
+    prepare = PrepareKernel(E, groups=not main.groups_itself)
+    max_units = min(routes, E + routes // UNIT)
+
+    bfloat16, byte = np.dtype(jax.numpy.bfloat16), np.dtype(np.uint8)
+    int32 = np.dtype(np.int32)
+    rows = ArraySpec((num_tokens, K, L), bfloat16)
+    out = ArraySpec((num_tokens, L), bfloat16) if weighted else rows
+    hidden = ArraySpec((routes, inner), bfloat16)
+    units = ArraySpec(((TABLE_HEADER_BYTES + max_units * UNIT_BYTES) // 4,), int32)
+    results = [out, hidden, units]
+    if weighted and not summed:
+        results.append(rows)
+    operands = (
+        ArraySpec((num_tokens, L), bfloat16),
+        ArraySpec((num_tokens, K), int32),
+        ArraySpec((num_tokens, K), np.dtype(np.float32)),
+        ArraySpec((E, main.gate_up_tiles, main.slot_bytes), byte),
+        ArraySpec((E, main.down_tiles, main.down_bytes), byte),
+    )
+    z, ids, weights, gate_up, down = map(Operand, range(5))
+    target_rows = Result(len(results) - 1) if len(results) > 3 else Result(0)
+    launches = [
+        Launch(
+            prepare,
+            prepare.grid(hidden.num_bytes),
+            (ids, Result(1), Result(2), routes, hidden.num_bytes),
+        ),
+        Launch(
+            main,
+            main.grid,
+            (z, ids, weights, gate_up, down, Result(1), Result(2), target_rows, num_tokens),
+            overlaps_previous=True,
+        ),
+    ]
+    if weighted and not summed:
+        combine = CombineKernel(E, L, K)
+        arguments = (target_rows, ids, weights, Result(0))
+        launches.append(Launch(combine, (num_tokens, 1, 1), arguments, overlaps_previous=True))
+    return Program(
+        f"experts_decode_{num_tokens}",
+        tuple(launches),
+        operands,
+        tuple(results),
+        num_scratch=len(results) - 1,
+    )
+
+
+def _main_kernel(config, num_tokens, inner, target, summed):
+    """The persistent kernel with as deep a ring as shared memory allows."""
+    from dataclasses import replace
+
+    from k3jax.ops.experts.kernel_decode import DecodeKernel
+
+    kernel = DecodeKernel(
+        num_experts=config.num_experts,
+        latent=config.latent_size,
+        inner=inner,
+        top_k=config.experts_per_token,
+        max_tokens=token_bucket(num_tokens),
+        num_blocks=target.num_sms,
+        stages=0,
+        beta=config.situ_beta,
+        linear_beta=config.situ_linear_beta,
+        weighted=summed,
+    )
+    stages = (target.shared_bytes - kernel.shared_bytes) // kernel.slot_bytes
+    if stages < MIN_STAGES:
+        raise NotImplementedError(
+            f"experts='decode': a ring of {MIN_STAGES} slots of {kernel.slot_bytes} bytes does not "
+            f"fit {target.shared_bytes} bytes of shared memory; use experts='xla'"
+        )
+    return replace(kernel, stages=min(stages, MAX_STAGES))

@@ -1,0 +1,756 @@
+"""Routed experts of a few tokens: gate/up, SiTU, down and the weighted sum in one persistent kernel.
+
+Decode is bound by the bytes of the experts' weights, so everything serves one stream of them. One
+block runs on each multiprocessor; a block has L / 256 compute warps (14 for K3), one producer warp
+and one activation warp.
+
+Units. Routes (token, slot) are grouped into units of at most 8 routes of one expert: the 8 columns
+of a matrix instruction whose 16 rows are weights. Up to 128 routes every block groups them itself
+(all blocks alike); more are grouped by the launch before.
+
+Weights. The producer copies blocks of packed weights into a ring of shared-memory slots, in the
+order in which the block consumes them: first its share of the gate/up row tiles of all units, then
+its share of down. It runs ahead as far as the ring reaches, so down weights are in flight before
+gate/up is done. Shares: down rows are cut evenly over the blocks, each block taking its row tiles
+of ALL units; gate/up tiles are cut contiguously so that gate/up and down bytes together are even.
+
+Gate/up. A row tile is 8 gate and the 8 matching up rows over all of L. Compute warp w owns
+k = 256 w .. 256 w + 255 and holds the tokens' share of these as operand B in registers for as long
+as the unit lasts, so shared memory carries nothing but weights. The warps' partial sums meet in
+shared memory, where the activation warp adds them in warp order, applies SiTU and stores the hidden
+values to global memory. Sums of a route depend on nothing but its token and expert.
+
+Down. A warp takes whole row tiles (K is short): it loads the hidden values of the unit's routes
+straight into registers as operand B. They may still be on their way from another block: the launch
+before this one fills them with words 0xFFFFFFFF, which no rounded pair of bf16 can be, and the warp
+loads again until none is left. Since a block holds its rows of all units, it also holds all 16
+slots of each token for these rows, and adds them in slot order in shared memory.
+
+Why it cannot hang. A ring slot is refilled once every compute warp has released it, and all warps
+take the same sequence of slots. Gate/up of a block waits for nothing outside the block. Down waits
+only for gate/up of this grid's blocks, which are all resident at once: one block a multiprocessor,
+no more blocks than multiprocessors (a kernel that shares the device delays a block, but ends).
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32, Uint64, cute
+
+from k3jax.ops.experts import kernel_ptx as ptx
+from k3jax.ops.experts.packing import CHUNK, CHUNK_BYTES, GROUP_CHUNKS, ROW_TILE, chunk_groups
+from k3jax.runtime.program import Kernel
+
+UNIT = 8
+"""Routes of a unit: columns of the matrix instruction."""
+NEURONS = 8
+"""Neurons of a gate/up row tile."""
+MAX_BLOCK_ROUTES = 128
+"""Most routes that every block groups for itself."""
+MAX_BATCH = 8
+"""Most chunks of hidden values that fit a lane's registers."""
+NOT_WRITTEN = 0xFFFFFFFF
+"""Hidden word that no block has stored yet."""
+
+_SLICE = GROUP_CHUNKS * CHUNK
+_ELEMENTS = ROW_TILE * CHUNK // 2
+_COLUMN_BYTES = 80
+_PARTIAL_BYTES = UNIT * _COLUMN_BYTES
+"""A warp's partial sums: 8 columns of 16 rows, padded so that stores of a warp meet no bank twice."""
+_HEADER_BYTES = 256
+_ONES = 0x7E807E80
+"""A pair of bf16 2^126: brings codes to their values, before a scale that needs its own multiply."""
+
+
+@dataclass(frozen=True)
+class DecodeKernel(Kernel):
+    """sum over slots of weights[t, s] * expert(z[t], ids[t, s]), or the unweighted rows.
+
+    Attributes:
+        num_experts: E; ids outside 0 .. E - 1 are dropped.
+        latent: L, a multiple of 256.
+        inner: I of this rank, a multiple of 64.
+        top_k: slots a token.
+        max_tokens: most tokens of a launch.
+        num_blocks: grid; at most the device's multiprocessors.
+        stages: slots of the weight ring.
+        beta: soft cap of the gate.
+        linear_beta: soft cap of the linear branch, or None.
+        weighted: write the weighted sum [T, L] rather than rows [T, top_k, L].
+    """
+
+    num_experts: int
+    latent: int
+    inner: int
+    top_k: int
+    max_tokens: int
+    num_blocks: int
+    stages: int
+    beta: float
+    linear_beta: float | None
+    weighted: bool
+
+    parameters = (
+        ("z", "address"),
+        ("ids", "address"),
+        ("weights", "address"),
+        ("gate_up", "address"),
+        ("down", "address"),
+        ("hidden", "address"),
+        ("units", "address"),
+        ("out", "address"),
+        ("num_tokens", "int32"),
+    )
+
+    @property
+    def warps(self) -> int:
+        """Compute warps."""
+        return self.latent // _SLICE
+
+    @property
+    def threads(self) -> int:
+        """Compute warps and two service warps."""
+        return 32 * (self.warps + 2)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Blocks of a launch."""
+        return self.num_blocks, 1, 1
+
+    @property
+    def groups_itself(self) -> bool:
+        """Whether the blocks group the routes, rather than an earlier launch."""
+        return self.max_tokens * self.top_k <= min(MAX_BLOCK_ROUTES, self.threads)
+
+    @property
+    def gate_up_tiles(self) -> int:
+        """Gate/up row tiles of an expert."""
+        return self.inner // NEURONS
+
+    @property
+    def down_tiles(self) -> int:
+        """Down row tiles of an expert."""
+        return self.latent // ROW_TILE
+
+    @property
+    def block_down_tiles(self) -> int:
+        """Most down row tiles of a block."""
+        return -(-self.down_tiles // self.num_blocks)
+
+    @property
+    def slot_bytes(self) -> int:
+        """A ring slot: one gate/up row tile."""
+        return self.latent // CHUNK * CHUNK_BYTES
+
+    @property
+    def down_bytes(self) -> int:
+        """A down row tile."""
+        return self.inner // CHUNK * CHUNK_BYTES
+
+    @property
+    def slot_jobs(self) -> int:
+        """Down row tiles that share a ring slot."""
+        return min(self.slot_bytes // self.down_bytes, 32)
+
+    @property
+    def batch_chunks(self) -> int:
+        """Chunks of a down tile whose hidden values a warp holds at a time."""
+        chunks = self.inner // CHUNK
+        return chunks if chunks <= MAX_BATCH else next(n for n in (8, 4) if chunks % n == 0)
+
+    @property
+    def batches(self) -> int:
+        """Batches of a down tile."""
+        return self.inner // CHUNK // self.batch_chunks
+
+    @property
+    def tables_offset(self) -> int:
+        """Shared memory of the unit tables: expert of each unit, then its 8 routes."""
+        return _HEADER_BYTES
+
+    @property
+    def partials_offset(self) -> int:
+        """Shared memory of the partial sums, two sets."""
+        tables = MAX_BLOCK_ROUTES * 4 * (1 + UNIT) if self.groups_itself else 0
+        return self.tables_offset + tables
+
+    @property
+    def rows_offset(self) -> int:
+        """Shared memory of the block's part of all rows, for the weighted sum."""
+        return self.partials_offset + 2 * self.warps * _PARTIAL_BYTES
+
+    @property
+    def ring_offset(self) -> int:
+        """Shared memory of the ring."""
+        rows = self.max_tokens * self.top_k * self.block_down_tiles * 2 * ROW_TILE
+        return -(-(self.rows_offset + rows * self.weighted) // 128) * 128
+
+    @property
+    def shared_bytes(self) -> int:
+        """Everything."""
+        return self.ring_offset + self.stages * self.slot_bytes
+
+    @cute.kernel
+    def device(
+        self,
+        z: Int64,
+        ids: Int64,
+        weights: Int64,
+        gate_up: Int64,
+        down: Int64,
+        hidden: Int64,
+        units: Int64,
+        out: Int64,
+        num_tokens: Int32,
+    ):
+        """One block of the schedule above."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        lane = thread % 32
+        shared = Uint32(cute.arch.get_dyn_smem(Uint32, alignment=128).toint())
+        cute.arch.griddepcontrol_launch_dependents()
+        if thread == 0:
+            self.init_barriers(shared)
+        num_units = Int32(0)
+        if cutlass.const_expr(self.groups_itself):
+            num_units = self.group_routes(shared, ids, num_tokens * self.top_k)
+        else:
+            cute.arch.griddepcontrol_wait()
+            num_units = ptx.load_global(units)
+        cute.arch.sync_threads()
+
+        first_row = block * self.down_tiles // self.num_blocks
+        num_rows = (block + 1) * self.down_tiles // self.num_blocks - first_row
+        begin = self.cut(block, num_units)
+        tiles = self.cut(block + 1, num_units) - begin
+        jobs = num_units * num_rows
+        if warp >= self.warps:
+            self.serve(
+                shared,
+                units,
+                (gate_up, down, hidden),
+                (begin, tiles, first_row, num_rows, jobs),
+                warp - self.warps,
+            )
+        else:
+            slot, phase = self.gate_up(shared, units, z, begin, tiles, warp)
+            self.down(shared, units, hidden, out, (first_row, num_rows, jobs), slot, phase, warp)
+        if cutlass.const_expr(self.weighted):
+            cute.arch.sync_threads()
+            self.combine(shared, ids, weights, out, first_row, num_rows, num_tokens)
+        else:
+            self.clear_dropped(ids, out, first_row, num_rows, num_tokens)
+
+    @cute.jit
+    def init_barriers(self, shared: Uint32):
+        """Ring slots full and empty, then partial sums full and empty."""
+        for slot in cutlass.range_constexpr(self.stages):
+            ptx.barrier_init(self.full(shared, slot), 1)
+            ptx.barrier_init(self.empty(shared, slot), self.warps)
+        for buffer in cutlass.range_constexpr(2):
+            ptx.barrier_init(self.summed(shared, buffer), self.warps)
+            ptx.barrier_init(self.drained(shared, buffer), 1)
+        cute.arch.mbarrier_init_fence()
+
+    def full(self, shared, slot):
+        """Barrier: the slot's weights have landed."""
+        return shared + Uint32(slot * 8)
+
+    def empty(self, shared, slot):
+        """Barrier: every compute warp has read the slot."""
+        return shared + Uint32((self.stages + slot) * 8)
+
+    def summed(self, shared, buffer):
+        """Barrier: every compute warp has stored its partial sums."""
+        return shared + Uint32((2 * self.stages + buffer) * 8)
+
+    def drained(self, shared, buffer):
+        """Barrier: the activation warp has read the partial sums."""
+        return shared + Uint32((2 * self.stages + 2 + buffer) * 8)
+
+    @cute.jit
+    def cut(self, block: Int32, num_units: Int32) -> Int32:
+        """First gate/up tile of a block.
+
+        Blocks below `block` hold that share of all bytes, less the bytes of their down tiles.
+        """
+        both = self.gate_up_tiles * self.slot_bytes + self.down_tiles * self.down_bytes
+        rows = block * self.down_tiles // self.num_blocks
+        per_unit = Int64(block) * (both // 16) - Int64(rows) * (
+            self.num_blocks * self.down_bytes // 16
+        )
+        return Int32(Int64(num_units) * per_unit // (self.num_blocks * self.slot_bytes // 16))
+
+    @cute.jit
+    def expert_of(self, shared: Uint32, units: Int64, unit: Int32) -> Int32:
+        """The expert of a unit."""
+        expert = Int32(0)
+        if cutlass.const_expr(self.groups_itself):
+            expert = ptx.load_shared(shared + Uint32(self.tables_offset + unit * 4))
+        else:
+            expert = ptx.load_global(units + UNIT * 4 + Int64(unit) * ((UNIT + 1) * 4))
+        return expert
+
+    @cute.jit
+    def route_of(self, shared: Uint32, units: Int64, unit: Int32, column: Int32) -> Int32:
+        """Route token * top_k + slot of a unit's column, or -1."""
+        route = Int32(0)
+        if cutlass.const_expr(self.groups_itself):
+            routes = self.tables_offset + MAX_BLOCK_ROUTES * 4
+            route = ptx.load_shared(shared + Uint32(routes + (unit * UNIT + column) * 4))
+        else:
+            offset = UNIT * 4 + 4 + column * 4
+            route = ptx.load_global(units + offset + Int64(unit) * ((UNIT + 1) * 4))
+        return route
+
+    @cute.jit
+    def group_routes(self, shared: Uint32, ids: Int64, num_routes: Int32) -> Int32:
+        """Fills the unit tables, units in order of their first route; returns how many there are.
+
+        Thread r below 128 stands for route r. Its rank among the routes of its expert tells its
+        unit (every 8 make one) and column; the first of a unit finds the unit's number by counting
+        the firsts before it, and leaves it where the others look it up.
+        """
+        thread, _, _ = cute.arch.thread_idx()
+        lane = thread % 32
+        experts = shared + Uint32(self.tables_offset)
+        routes = experts + Uint32(MAX_BLOCK_ROUTES * 4)
+        known = shared + Uint32(self.partials_offset)
+        totals = known + Uint32(MAX_BLOCK_ROUTES * 4)
+        for word in cutlass.range(thread, MAX_BLOCK_ROUTES * UNIT, self.threads):
+            ptx.store_shared(routes + Uint32(word * 4), Int32(-1))
+        expert = Int32(-1)
+        if thread < num_routes:
+            expert = ptx.load_global(ids + Int64(thread) * 4)
+        valid = Uint32(expert) < Uint32(self.num_experts)
+        if thread < MAX_BLOCK_ROUTES:
+            ptx.store_shared(known + Uint32(thread * 4), expert)
+        cute.arch.sync_threads()
+
+        rank = Int32(0)
+        if thread < MAX_BLOCK_ROUTES:
+            rank = self.rank_route(known, expert, num_routes)
+        first = valid & (rank % UNIT == 0)
+        ballot = Uint32(cute.arch.vote_ballot_sync(first))
+        if (lane == 0) & (thread < MAX_BLOCK_ROUTES):
+            ptx.store_shared(totals + Uint32(thread // 32 * 4), Int32(cute.arch.popc(ballot)))
+        cute.arch.sync_threads()
+
+        unit, num_units = Int32(0), Int32(0)
+        for other in cutlass.range_constexpr(MAX_BLOCK_ROUTES // 32):
+            total = ptx.load_shared(totals + Uint32(other * 4))
+            num_units += total
+            if other < thread // 32:
+                unit += total
+        unit += Int32(cute.arch.popc(ballot & ((Uint32(1) << Uint32(lane)) - Uint32(1))))
+        # The ring is not in use yet.
+        numbers = self.ring_offset + (rank // UNIT * self.num_experts + expert) * 4
+        if first:
+            ptx.store_shared(shared + Uint32(numbers), unit)
+            ptx.store_shared(experts + Uint32(unit * 4), expert)
+        cute.arch.sync_threads()
+        if valid:
+            unit = ptx.load_shared(shared + Uint32(numbers))
+            ptx.store_shared(routes + Uint32((unit * UNIT + rank % UNIT) * 4), thread)
+        return num_units
+
+    @cute.jit
+    def rank_route(self, known: Uint32, expert: Int32, num_routes: Int32) -> Int32:
+        """How many routes before this thread's have its expert."""
+        thread, _, _ = cute.arch.thread_idx()
+        rank = Int32(0)
+        for first in cutlass.range(0, num_routes, 4, unroll=4):
+            others = ptx.load_shared_4(known + Uint32(first * 4))
+            for step in cutlass.range_constexpr(4):
+                same = Int32(Int32(others[step]) == expert) & Int32(first + step < thread)
+                rank += same
+        return rank
+
+    @cute.jit
+    def serve(self, shared, units, memory, share, buffer):
+        """A service warp: activation of every other gate/up tile, and the block's weight copies.
+
+        Whoever finds the sums of tile i complete knows that its ring slot has been read, and starts
+        the copy of stage i + stages into it. Stages past these are down stages, refilled by the
+        first service warp.
+        """
+        gate_up, down, hidden = memory
+        begin, tiles, first_row, num_rows, jobs = share
+        lane = cute.arch.lane_idx()
+        policy = ptx.evict_first_policy()
+        num_stages = tiles + (jobs + self.slot_jobs - 1) // self.slot_jobs
+        copies = (units, gate_up, down, begin, tiles, first_row, num_rows, jobs, policy)
+        unit, expert = Int32(-1), Int32(0)
+        if buffer == 0:
+            for stage in cutlass.range(cutlass.min(self.stages, num_stages)):
+                unit, expert = self.copy_stage(shared, copies, stage, unit, expert)
+
+        cute.arch.griddepcontrol_wait()
+        column, pair = lane // 4, lane % 4
+        phase = Uint32(0)
+        route, route_unit = Int32(-1), Int32(-1)
+        for tile in cutlass.range(buffer, tiles, 2):
+            now = (begin + tile) // self.gate_up_tiles
+            if now != route_unit:
+                route_unit = now
+                route = self.route_of(shared, units, now, column)
+            ptx.barrier_wait(self.summed(shared, buffer), phase)
+            phase = phase ^ Uint32(1)
+            if tile + self.stages < num_stages:
+                unit, expert = self.copy_stage(shared, copies, tile + self.stages, unit, expert)
+            pairs = self.add_partials(shared, buffer, column, pair)
+            neuron = (begin + tile) % self.gate_up_tiles * NEURONS + pair * 2
+            if route >= 0:
+                ptx.store_relaxed(hidden + (Int64(route) * self.inner + neuron) * 2, pairs)
+        if buffer == 0:
+            for stage in cutlass.range(tiles + self.stages, num_stages):
+                uses = Uint32((stage - tiles) // self.stages)
+                parity = (uses & Uint32(1)) ^ Uint32(1)
+                ptx.barrier_wait(self.empty(shared, stage % self.stages), parity)
+                unit, expert = self.copy_stage(shared, copies, stage, unit, expert)
+
+    @cute.jit
+    def copy_stage(self, shared, copies, stage, unit, expert):
+        """Starts the copies of a stage: a gate/up tile, or down tiles, one a lane.
+
+        `expert` is that of `unit`, the last unit looked up, for stages of gate/up.
+        """
+        units, gate_up, down, begin, tiles, first_row, num_rows, jobs, policy = copies
+        lane = cute.arch.lane_idx()
+        full = self.full(shared, stage % self.stages)
+        target = shared + Uint32(self.ring_offset + stage % self.stages * self.slot_bytes)
+        if stage < tiles:
+            tile = begin + stage
+            if tile // self.gate_up_tiles != unit:
+                unit = tile // self.gate_up_tiles
+                expert = self.expert_of(shared, units, unit)
+            if lane == 0:
+                row = Int64(expert) * self.gate_up_tiles + tile % self.gate_up_tiles
+                ptx.barrier_expect(full, Int32(self.slot_bytes))
+                source = gate_up + row * self.slot_bytes
+                ptx.bulk_copy(target, source, Int32(self.slot_bytes), full, policy)
+        else:
+            job = (stage - tiles) * self.slot_jobs + lane
+            count = cutlass.min(jobs - (job - lane), self.slot_jobs)
+            if lane == 0:
+                ptx.barrier_expect(full, count * self.down_bytes)
+            cute.arch.sync_warp()
+            if lane < count:
+                row = Int64(self.expert_of(shared, units, job // num_rows)) * self.down_tiles
+                source = down + (row + first_row + job % num_rows) * self.down_bytes
+                target = target + Uint32(lane * self.down_bytes)
+                ptx.bulk_copy(target, source, Int32(self.down_bytes), full, policy)
+        return unit, expert
+
+    @cute.jit
+    def add_partials(self, shared, buffer, column, pair) -> Uint32:
+        """Two neurons of one column: sums over the warps, rounded, and SiTU, rounded."""
+        source = shared + Uint32(self.partials_offset + column * _COLUMN_BYTES + pair * 8)
+        source = source + Uint32(buffer * (self.warps * _PARTIAL_BYTES))
+        gate, up = ptx.load_shared_floats(source), ptx.load_shared_floats(source + Uint32(32))
+        for other in cutlass.range_constexpr(1, self.warps):
+            offset = Uint32(other * _PARTIAL_BYTES)
+            more = ptx.load_shared_floats(source + offset)
+            gate = (gate[0] + more[0], gate[1] + more[1])
+            more = ptx.load_shared_floats(source + offset + Uint32(32))
+            up = (up[0] + more[0], up[1] + more[1])
+        gates, ups = ptx.round_pair(*gate), ptx.round_pair(*up)
+        ptx.barrier_arrive_after(self.drained(shared, buffer), (gates, ups), pair + column == 0)
+        low = ptx.situ(ptx.low_float(gates), ptx.low_float(ups), self.beta, self.linear_beta)
+        high = ptx.situ(ptx.high_float(gates), ptx.high_float(ups), self.beta, self.linear_beta)
+        return ptx.round_pair(low, high)
+
+    @cute.jit
+    def advance(self, slot: Int32, phase: Uint32):
+        """The next ring slot and its phase."""
+        slot += 1
+        if slot == self.stages:
+            slot = Int32(0)
+            phase = phase ^ Uint32(1)
+        return slot, phase
+
+    @cute.jit
+    def gate_up(self, shared, units, z, begin, tiles, warp):
+        """A compute warp's slice of L of every gate/up tile; returns where the ring stands."""
+        lane = cute.arch.lane_idx()
+        slot, phase = Int32(0), Uint32(0)
+        buffer, buffer_phase = Int32(0), Uint32(1)
+        tokens = self.zeros(GROUP_CHUNKS * 8, Uint32)
+        unit = Int32(-1)
+        group = shared + Uint32(self.ring_offset + warp * (GROUP_CHUNKS * CHUNK_BYTES))
+        for tile in cutlass.range(begin, begin + tiles):
+            if tile // self.gate_up_tiles != unit:
+                unit = tile // self.gate_up_tiles
+                route = self.route_of(shared, units, unit, lane // 4)
+                row = z + Int64(route // self.top_k) * (2 * self.latent) + warp * (2 * _SLICE)
+                self.load_columns(tokens, row + (lane % 4) * 32, route >= 0)
+            ptx.barrier_wait(self.full(shared, slot), phase)
+            sums = self.zeros(8, Float32)  # two chains: even and odd instructions
+            self.multiply(group + Uint32(slot * self.slot_bytes), tokens, 0, sums, GROUP_CHUNKS)
+            slot, phase = self.advance(slot, phase)
+            ptx.barrier_wait(self.drained(shared, buffer), buffer_phase)
+            self.store_partial(shared, buffer * self.warps + warp, lane, sums)
+            cute.arch.sync_warp()
+            if lane == 0:
+                ptx.barrier_arrive(self.summed(shared, buffer))
+            buffer_phase = buffer_phase ^ Uint32(buffer)
+            buffer = buffer ^ 1
+        return slot, phase
+
+    @cute.jit
+    def down(self, shared, units, hidden, out, share, slot, phase, warp):
+        """A compute warp's share of the down jobs: every `warps`-th.
+
+        The hidden values of the next job are on their way while the sums of this one are stored.
+        """
+        first_row, num_rows, jobs = share
+        lane = cute.arch.lane_idx()
+        cute.arch.griddepcontrol_wait()
+        columns = self.zeros(self.batch_chunks * 8, Uint32)
+        job, route, source = warp, Int32(-1), hidden
+        if job < jobs:
+            route, source = self.find_hidden(shared, units, hidden, job // num_rows, lane)
+            self.load_hidden(columns, source, route)
+        for first in cutlass.range(0, jobs, self.slot_jobs):
+            last = cutlass.min(jobs, first + self.slot_jobs)
+            ptx.barrier_wait(self.full(shared, slot), phase)
+            for current in cutlass.range(job, last, self.warps):
+                offset = slot * self.slot_bytes + (current - first) * self.down_bytes
+                weights = shared + Uint32(self.ring_offset + offset)
+                job = current + self.warps
+                next_route, next_source = Int32(-1), source
+                if job < jobs:
+                    next_route, next_source = self.find_hidden(
+                        shared, units, hidden, job // num_rows, lane
+                    )
+                sums = self.zeros(8, Float32)  # two chains: even and odd instructions
+                for batch in cutlass.range(self.batches):
+                    self.await_hidden(columns, source, route)
+                    self.multiply_batch(weights, columns, sums)
+                    weights = weights + Uint32(self.batch_chunks * CHUNK_BYTES)
+                    source = source + self.batch_chunks * 2 * CHUNK
+                    following = route
+                    if batch == self.batches - 1:
+                        source, following = next_source, next_route
+                    self.load_hidden(columns, source, following)
+                self.store_sums(shared, out, sums, route, current % num_rows, first_row)
+                route = next_route
+            cute.arch.sync_warp()
+            if lane == 0:
+                ptx.barrier_arrive(self.empty(shared, slot))
+            slot, phase = self.advance(slot, phase)
+
+    def zeros(self, size, kind):
+        """An array of registers."""
+        words = cute.make_rmem_tensor((size,), kind)
+        for index in range(size):
+            words[index] = kind(0)
+        return words
+
+    @cute.jit
+    def load_columns(self, words: cute.Tensor, address: Int64, present):
+        """A lane's 16 elements of each chunk of its column.
+
+        Without a route the column keeps what it held; its sums are dropped.
+        """
+        if present:
+            for chunk in cutlass.range_constexpr(GROUP_CHUNKS):
+                for half in cutlass.range_constexpr(2):
+                    loaded = ptx.load_global_4(address + chunk * (2 * CHUNK) + half * 16)
+                    for word in cutlass.range_constexpr(4):
+                        words[chunk * 8 + half * 4 + word] = loaded[word]
+
+    def multiply(self, group, columns, first, sums, chunks):
+        """sums += group of weights times columns[first:], two chains of instructions."""
+        lane = cute.arch.lane_idx()
+        elements = group + Uint32(lane * 16)
+        scales = _load_scales(
+            group + Uint32(chunks * _ELEMENTS) + Uint32(lane // 2 * (2 * chunks)), chunks
+        )
+        words = []
+        for chunk in range(chunks):
+            words += ptx.load_shared_4(elements + Uint32(chunk * _ELEMENTS))
+        every = scales[0]
+        for word in scales[1:]:
+            every = every | word
+        large = ptx.any_lane(every & Uint32(0x80808080))
+        _multiply(words, elements, scales, columns, first, sums, chunks, large)
+
+    @cute.jit
+    def store_partial(self, shared: Uint32, index: Int32, lane: Int32, sums: cute.Tensor):
+        """A warp's 16 x 8 sums, column by column."""
+        column = shared + Uint32(self.partials_offset + index * _PARTIAL_BYTES)
+        column = column + Uint32(lane % 4 * (2 * _COLUMN_BYTES) + lane // 4 * 4)
+        for value in cutlass.range_constexpr(4):
+            offset = value % 2 * _COLUMN_BYTES + value // 2 * 32
+            ptx.store_shared_float(column + Uint32(offset), sums[value] + sums[value + 4])
+
+    @cute.jit
+    def find_hidden(self, shared, units, hidden, unit, lane):
+        """This lane's route of a unit, and where its hidden values begin."""
+        route = self.route_of(shared, units, unit, lane // 4)
+        return route, hidden + Int64(route) * (2 * self.inner) + (lane % 4) * 32
+
+    @cute.jit
+    def load_hidden(self, columns: cute.Tensor, source: Int64, route: Int32):
+        """Starts the loads of a lane's hidden values of its column, if it has a route."""
+        if route >= 0:
+            for chunk in cutlass.range_constexpr(self.batch_chunks):
+                for half in cutlass.range_constexpr(2):
+                    loaded = ptx.load_relaxed_4(source + chunk * (2 * CHUNK) + half * 16)
+                    for word in cutlass.range_constexpr(4):
+                        columns[chunk * 8 + half * 4 + word] = loaded[word]
+
+    @cute.jit
+    def await_hidden(self, columns: cute.Tensor, source: Int64, route: Int32):
+        """Loads again until every word has been written."""
+        missing = self.some_missing(columns)
+        while missing:
+            self.load_hidden(columns, source, route)
+            missing = self.some_missing(columns)
+
+    @cute.jit
+    def some_missing(self, columns: cute.Tensor):
+        """Whether a lane of the warp holds a word that was not written yet."""
+        newest = Uint32(0)
+        for index in cutlass.range_constexpr(self.batch_chunks * 8):
+            newest = cutlass.max(newest, columns[index])
+        return cute.arch.vote_any_sync(newest == Uint32(NOT_WRITTEN))
+
+    @cute.jit
+    def multiply_batch(self, weights: Uint32, columns: cute.Tensor, sums: cute.Tensor):
+        """sums += a batch of chunks of a down tile times the hidden values."""
+        first = 0
+        for size in chunk_groups(self.batch_chunks):
+            self.multiply(weights + Uint32(first * CHUNK_BYTES), columns, first * 8, sums, size)
+            first += size
+
+    @cute.jit
+    def store_sums(self, shared, out, sums, route, row, first_row):
+        """Rounds a down tile and stores it where its consumer reads it.
+
+        A lane holds rows 2g and 2g + 1 of the tile for two columns; lane 4c knows column c's route.
+        """
+        lane = cute.arch.lane_idx()
+        for side in cutlass.range_constexpr(2):
+            pair = ptx.round_pair(sums[side] + sums[side + 4], sums[side + 2] + sums[side + 6])
+            target = cute.arch.shuffle_sync(route, lane % 4 * 8 + side * 4)
+            if target >= 0:
+                self.store_row(shared, out, target, row, first_row, lane // 4 * 4, pair)
+
+    @cute.jit
+    def store_row(self, shared, out, route, row, first_row, offset, pair):
+        """Two elements of a route's row: kept for the weighted sum, or written out."""
+        if cutlass.const_expr(self.weighted):
+            place = (route * self.block_down_tiles + row) * (2 * ROW_TILE) + offset
+            ptx.store_shared(shared + Uint32(self.rows_offset + place), pair)
+        else:
+            place = (first_row + row) * (2 * ROW_TILE) + offset
+            ptx.store_global(out + Int64(route) * (2 * self.latent) + place, pair)
+
+    @cute.jit
+    def combine(self, shared, ids, weights, out, first_row, num_rows, num_tokens):
+        """out[t, rows of this block] = sum of weights[t, s] * row[t, s] over slots in order."""
+        thread, _, _ = cute.arch.thread_idx()
+        words = num_rows * (ROW_TILE // 2)
+        for index in cutlass.range(thread, num_tokens * words, self.threads):
+            token, word = index // words, index % words
+            low, high = Float32(0.0), Float32(0.0)
+            for slot in cutlass.range_constexpr(self.top_k):
+                route = token * self.top_k + slot
+                expert = ptx.load_global(ids + Int64(route) * 4)
+                weight = ptx.load_global_float(weights + Int64(route) * 4)
+                place = route * (self.block_down_tiles * 2 * ROW_TILE) + word * 4
+                pair = Uint32(ptx.load_shared(shared + Uint32(self.rows_offset + place)))
+                if Uint32(expert) < Uint32(self.num_experts):
+                    low = ptx.fused(weight, ptx.low_float(pair), low)
+                    high = ptx.fused(weight, ptx.high_float(pair), high)
+            place = (Int64(token) * self.latent + first_row * ROW_TILE) * 2 + word * 4
+            ptx.store_global(out + place, ptx.round_pair(low, high))
+
+    @cute.jit
+    def clear_dropped(self, ids, out, first_row, num_rows, num_tokens):
+        """Zeros in this block's part of the rows of dropped routes."""
+        thread, _, _ = cute.arch.thread_idx()
+        for route in cutlass.range(thread, num_tokens * self.top_k, self.threads):
+            if Uint32(ptx.load_global(ids + Int64(route) * 4)) >= Uint32(self.num_experts):
+                target = out + (Int64(route) * self.latent + first_row * ROW_TILE) * 2
+                for piece in cutlass.range(num_rows * 2):
+                    ptx.store_global_4(target + piece * 16, Uint32(0))
+
+
+def _load_scales(address, chunks):
+    """A lane's scale bytes of a group: two for each chunk."""
+    if chunks == 4:
+        return list(ptx.load_shared_2(address))
+    if chunks == 2:
+        return [Uint32(ptx.load_shared(address))]
+    return [ptx.load_shared_half(address)]
+
+
+@cute.jit
+def _multiply(
+    words,
+    elements: Uint32,
+    scales,
+    columns: cute.Tensor,
+    first: cutlass.Constexpr,
+    sums: cute.Tensor,
+    chunks: cutlass.Constexpr,
+    large: Int32,
+):
+    """The group's matrix instructions; `large` is 1 if some scale byte is 128 or more, else 0.
+
+    2^126 times such a scale is past bfloat16, so it takes a second multiply. That path is a loop of
+    `large` rounds over volatile loads: as a branch, the compiler would predicate it or hoist what
+    both paths share, and every group would pay for it.
+    """
+    for _ in cutlass.range(large, unroll=1):
+        for chunk in cutlass.range_constexpr(chunks):
+            factors = [_scale(_scale_pair(scales, 2 * chunk + pair)) for pair in range(2)]
+            again = ptx.load_shared_volatile_4(elements + Uint32(chunk * _ELEMENTS))
+            _multiply_chunk(again, [Uint32(_ONES)] * 2, factors, columns, first, sums, chunk)
+    if large == 0:
+        for chunk in cutlass.range_constexpr(chunks):
+            factors = [
+                ptx.power_pair(_scale_pair(scales, 2 * chunk + pair)) for pair in range(2)
+            ]
+            _multiply_chunk(
+                words[4 * chunk : 4 * chunk + 4], factors, None, columns, first, sums, chunk
+            )
+
+
+def _scale_pair(scales, index):
+    """Scale byte `index` in both halves of a word."""
+    return ptx.spread_byte(scales[index // 4], index % 4)
+
+
+@cute.jit
+def _scale(pair: Uint32) -> Uint32:
+    """A pair of bf16 2^(q - 127) for q in both halves; NaN for 255."""
+    bits = pair << Uint32(7)
+    if pair == Uint32(0):
+        bits = Uint32(0x00400040)
+    if pair == Uint32(0x00FF00FF):
+        bits = Uint32(0x7FFF7FFF)
+    return bits
+
+
+def _multiply_chunk(words, factors, scales, columns, first, sums, chunk):
+    """Four matrix instructions: 16 rows x 64 k of weights times 64 k of 8 columns."""
+    rows = []
+    for pair in range(2):
+        values = []
+        for word in range(2):
+            values += ptx.dequantize(words[pair * 2 + word], factors[pair])
+        if scales is not None:
+            values = [ptx.scale_pair(value, scales[pair]) for value in values]
+        rows.append(values)
+    for step in range(4):
+        chain = step % 2 * 4
+        a = (rows[0][2 * step], rows[1][2 * step], rows[0][2 * step + 1], rows[1][2 * step + 1])
+        b = [columns[first + chunk * 8 + 2 * step + half] for half in range(2)]
+        done = ptx.multiply_add(a, b, [sums[chain + value] for value in range(4)])
+        for value in range(4):
+            sums[chain + value] = done[value]

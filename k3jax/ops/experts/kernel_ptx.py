@@ -1,0 +1,304 @@
+"""The instructions that the expert kernels are written in, as functions of addresses and words."""
+
+from cutlass import Float32, Int32, Int64, Uint32, Uint64, cute
+
+CODE_MASK = 0x81C081C0
+"""Sign and exponent-mantissa bits of two E2M1 codes placed in a pair of bf16."""
+LAST_PAIR_BITS = 0x001B001B
+LAST_PAIR_SHIFTS = (1 << 2) + (1 << 7) + (1 << 12)
+"""What is left of a word for its fourth pair, and the shifts that bring it into place, as one
+multiply: the shifted copies never meet in a bit, so no carry arises."""
+
+
+def _ptx(text, types=(), *arguments):
+    return cute.arch.inline_ptx(text, write_only_types=list(types), read_only_args=list(arguments))
+
+
+def load_global_4(address: Int64):
+    """16 bytes of memory that nothing writes while the kernel runs."""
+    return _ptx("ld.global.v4.u32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Uint32] * 4, address)
+
+
+def load_relaxed_4(address: Int64):
+    """16 bytes of memory that other blocks write: each word is some value once written."""
+    return _ptx(
+        "ld.relaxed.gpu.global.v4.u32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        [Uint32] * 4,
+        address,
+    )
+
+
+def load_global(address: Int64) -> Int32:
+    """4 bytes."""
+    return _ptx("ld.global.b32 {$w0}, [{$r0}];", [Int32], address)
+
+
+def load_global_float(address: Int64) -> Float32:
+    """One float32."""
+    return _ptx("ld.global.f32 {$w0}, [{$r0}];", [Float32], address)
+
+
+def store_global(address: Int64, word: Uint32):
+    """4 bytes."""
+    _ptx("st.global.b32 [{$r0}], {$r1};", (), address, word)
+
+
+def store_global_4(address: Int64, word: Uint32):
+    """The same word four times."""
+    _ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};", (), address, word)
+
+
+def store_relaxed(address: Int64, word: Uint32):
+    """4 bytes that other blocks poll."""
+    _ptx("st.relaxed.gpu.global.b32 [{$r0}], {$r1};", (), address, word)
+
+
+def load_shared_4(address: Uint32):
+    """16 bytes."""
+    return _ptx("ld.shared.v4.u32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Uint32] * 4, address)
+
+
+def load_shared_volatile_4(address: Uint32):
+    """16 bytes, loaded here and nowhere else."""
+    return _ptx(
+        "ld.volatile.shared.v4.u32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Uint32] * 4, address
+    )
+
+
+def load_shared_2(address: Uint32):
+    """8 bytes."""
+    return _ptx("ld.shared.v2.u32 {{$w0}, {$w1}}, [{$r0}];", [Uint32] * 2, address)
+
+
+def load_shared(address: Uint32) -> Int32:
+    """4 bytes."""
+    return _ptx("ld.shared.b32 {$w0}, [{$r0}];", [Int32], address)
+
+
+def load_shared_half(address: Uint32) -> Uint32:
+    """2 bytes, zero-extended."""
+    return _ptx(
+        "{ .reg .b16 h; ld.shared.u16 h, [{$r0}]; cvt.u32.u16 {$w0}, h; }", [Uint32], address
+    )
+
+
+def load_shared_floats(address: Uint32):
+    """Two float32."""
+    return _ptx("ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];", [Float32] * 2, address)
+
+
+def store_shared(address: Uint32, word):
+    """4 bytes."""
+    _ptx("st.shared.b32 [{$r0}], {$r1};", (), address, word)
+
+
+def store_shared_float(address: Uint32, value: Float32):
+    """One float32."""
+    _ptx("st.shared.f32 [{$r0}], {$r1};", (), address, value)
+
+
+def barrier_init(address: Uint32, arrivals: int):
+    """A shared-memory barrier whose phases end after `arrivals` arrivals."""
+    _ptx("mbarrier.init.shared::cta.b64 [{$r0}], {$r1};", (), address, Int32(arrivals))
+
+
+def barrier_arrive(address: Uint32):
+    """One arrival; releases what this thread did before."""
+    _ptx("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", (), address)
+
+
+def barrier_arrive_after(address: Uint32, pairs, arrives):
+    """One arrival by the lanes that `arrives` names, once the rounded `pairs` are known.
+
+    An arrival may overtake shared-memory loads issued just before it (seen on H200: a buffer was
+    refilled while its last load was on the way), so it is made to depend on what was loaded. No
+    rounded pair is 0xFFFFFFFF.
+    """
+    _ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r3}, 0; setp.ne.and.b32 p, {$r1}, -1, p; "
+        "setp.ne.and.b32 p, {$r2}, -1, p; @p mbarrier.arrive.shared::cta.b64 _, [{$r0}]; }",
+        (),
+        address,
+        *pairs,
+        Int32(arrives),
+    )
+
+
+def barrier_expect(address: Uint32, num_bytes: Int32):
+    """One arrival, and bytes of bulk copies that the phase waits for."""
+    _ptx("mbarrier.arrive.expect_tx.shared::cta.b64 _, [{$r0}], {$r1};", (), address, num_bytes)
+
+
+@cute.jit
+def barrier_wait(address: Uint32, parity: Uint32):
+    """Returns once the phase of that parity has ended."""
+    done = Uint32(0)
+    while done == Uint32(0):
+        done = _ptx(
+            "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [{$r0}], {$r1}; "
+            "selp.u32 {$w0}, 1, 0, p; }",
+            [Uint32],
+            address,
+            parity,
+        )
+
+
+def evict_first_policy() -> Uint64:
+    """Cache policy of bytes that are read once."""
+    return _ptx("createpolicy.fractional.L2::evict_first.b64 {$w0}, 1.0;", [Uint64])
+
+
+def bulk_copy(target: Uint32, source: Int64, num_bytes: Int32, barrier: Uint32, policy: Uint64):
+    """Starts a copy of whole 16-byte pieces into shared memory, counted on `barrier`."""
+    _ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[{$r0}], [{$r1}], {$r2}, [{$r3}], {$r4};",
+        (),
+        target,
+        source,
+        num_bytes,
+        barrier,
+        policy,
+    )
+
+
+def multiply_add(a, b, c):
+    """mma.sync m16n8k16: weights a (16 rows) times tokens b (8 columns) plus c, float32."""
+    return _ptx(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+        [Float32] * 4,
+        *a,
+        *b,
+        *c,
+    )
+
+
+def dequantize(word: Uint32, factor: Uint32):
+    """Four bf16 pairs out of a word of eight codes, each times `factor`.
+
+    Masked into place, a code is value * 2^-126: its exponent field is the code's own, and 0.5, the
+    format's subnormal, is a subnormal of bf16 too. `factor` carries the missing 2^126.
+    """
+    turn = "{ .reg .b32 v, f; shf.r.wrap.b32 v, {$r0}, {$r0}, %d; and.b32 v, v, %d; "
+    # The move takes a factor that is a constant, which the multiply does not.
+    scale = "mov.b32 f, {$r1}; mul.rn.bf16x2 {$w0}, v, f; }"
+    first = "{ .reg .b32 v, f; and.b32 v, {$r0}, %d; "
+    last = "{ .reg .b32 v, f; and.b32 v, {$r0}, %d; mul.lo.u32 v, v, %d; and.b32 v, v, %d; "
+    pairs = (
+        first % CODE_MASK,
+        turn % (3, CODE_MASK),
+        turn % (6, CODE_MASK),
+        last % (LAST_PAIR_BITS, LAST_PAIR_SHIFTS, CODE_MASK),
+    )
+    return [_ptx(place + scale, [Uint32], word, factor) for place in pairs]
+
+
+def any_lane(word: Uint32) -> Int32:
+    """1 if some lane's word is not 0, else 0."""
+    return _ptx(
+        "{ .reg .pred p; setp.ne.u32 p, {$r0}, 0; vote.sync.any.pred p, p, -1; "
+        "selp.s32 {$w0}, 1, 0, p; }",
+        [Int32],
+        word,
+    )
+
+
+def spread_byte(word: Uint32, index: int) -> Uint32:
+    """Byte `index` of a word, in both halves."""
+    return _ptx("prmt.b32 {$w0}, {$r0}, 0, %d;" % (0x4040 | index | index << 8), [Uint32], word)
+
+
+def power_pair(q: Uint32) -> Uint32:
+    """A pair of bf16 2^(q - 127) * 2^126, for q up to 127 in both halves: exponent field q + 126."""
+    return _ptx("mad.lo.u32 {$w0}, {$r0}, 128, %d;" % (126 * 0x00800080), [Uint32], q)
+
+
+def scale_pair(pair: Uint32, factor: Uint32) -> Uint32:
+    """A bf16 pair times a bf16 pair."""
+    return _ptx("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", [Uint32], pair, factor)
+
+
+def round_pair(low: Float32, high: Float32) -> Uint32:
+    """Two float32 rounded to a bf16 pair; NaN becomes 0x7FFF."""
+    return _ptx("cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", [Uint32], low, high)
+
+
+def low_float(pair: Uint32) -> Float32:
+    """The low bf16 of a pair."""
+    return _ptx("{ .reg .b32 v; shl.b32 v, {$r0}, 16; mov.b32 {$w0}, v; }", [Float32], pair)
+
+
+def high_float(pair: Uint32) -> Float32:
+    """The high bf16 of a pair."""
+    return _ptx("{ .reg .b32 v; and.b32 v, {$r0}, 0xFFFF0000; mov.b32 {$w0}, v; }", [Float32], pair)
+
+
+def fused(a: Float32, b: Float32, c: Float32) -> Float32:
+    """a * b + c, rounded once."""
+    return _ptx("fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", [Float32], a, b, c)
+
+
+def _power_of_two(x: Float32) -> Float32:
+    return _ptx("ex2.approx.f32 {$w0}, {$r0};", [Float32], x)
+
+
+def _reciprocal(x: Float32) -> Float32:
+    return _ptx("rcp.approx.f32 {$w0}, {$r0};", [Float32], x)
+
+
+def _absolute(x: Float32) -> Float32:
+    return _ptx("abs.f32 {$w0}, {$r0};", [Float32], x)
+
+
+_LOG2_E = 1.4426950408889634
+_LOG2_E_HIGH = 1.44269502162933349609375  # nearest float32
+
+
+def _exp(x: Float32) -> Float32:
+    """e^x to about 2 ulp: the product with log2 e keeps its rounding error."""
+    high = x * Float32(_LOG2_E_HIGH)
+    low = fused(x, Float32(_LOG2_E_HIGH), -high)
+    low = fused(x, Float32(_LOG2_E - _LOG2_E_HIGH), low)
+    power = _power_of_two(high)
+    correction = fused(power, low * Float32(0.6931471805599453), power)
+    # Past the ends, inf * 0 would make NaN of the exact limits 0 and inf.
+    limit = _absolute(x) > Float32(87.0)
+    return _select(limit, power, correction)
+
+
+def _select(condition, if_true: Float32, if_false: Float32) -> Float32:
+    flag = Int32(condition)
+    return _ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r2}, 0; selp.f32 {$w0}, {$r0}, {$r1}, p; }",
+        [Float32],
+        if_true,
+        if_false,
+        flag,
+    )
+
+
+_TANH_SERIES = (62 / 2835, -17 / 315, 2 / 15, -1 / 3)
+
+
+def _tanh(x: Float32) -> Float32:
+    """tanh to about 3 ulp: its series near zero, where the exponential form cancels."""
+    square = x * x
+    series = Float32(-1382 / 155925)
+    for coefficient in _TANH_SERIES:
+        series = fused(series, square, Float32(coefficient))
+    near = fused(x * square, series, x)
+    magnitude = _absolute(x)
+    far = fused(
+        Float32(-2.0), _reciprocal(_exp(magnitude + magnitude) + Float32(1.0)), Float32(1.0)
+    )
+    far = _ptx("copysign.f32 {$w0}, {$r0}, {$r1};", [Float32], x, far)
+    return _select(magnitude < Float32(0.25), near, far)
+
+
+def situ(gate: Float32, up: Float32, beta: float, linear_beta: float | None) -> Float32:
+    """beta tanh(gate / beta) sigmoid(gate) * linear_beta tanh(up / linear_beta)."""
+    sigmoid = _reciprocal(_exp(-gate) + Float32(1.0))
+    if linear_beta is not None:
+        up = _tanh(up * Float32(1 / linear_beta)) * Float32(linear_beta)
+    return _tanh(gate * Float32(1 / beta)) * Float32(beta) * sigmoid * up
