@@ -31,6 +31,7 @@ from k3jax.runtime.serialize import program_kernels, serialize_program
 from k3jax.runtime.target import Target
 
 LAUNCH_TARGET = "k3jax_launch"
+LAUNCH_STAGES = ("instantiate", "initialize", "execute")
 TAIL_TARGET = "k3jax_tail"
 TARGET_NAMES = (LAUNCH_TARGET, TAIL_TARGET)
 """Custom calls that an exported program may hold."""
@@ -121,21 +122,20 @@ def register() -> None:
 
     Raises:
         FileNotFoundError: the native library was not built.
+        RuntimeError: it was built from older sources.
     """
-    native = library.load_library()
-    jax.ffi.register_ffi_type(
-        "k3jax_program_state",
-        {
-            "type_id": jax.ffi.pycapsule(native.k3jax_program_state_id()),
-            "type_info": jax.ffi.pycapsule(native.k3jax_program_state_info()),
-        },
-        platform="CUDA",
-    )
-    stages = ("instantiate", "initialize", "execute")
-    capsules = {s: jax.ffi.pycapsule(getattr(native, f"{LAUNCH_TARGET}_{s}")) for s in stages}
-    jax.ffi.register_ffi_target(LAUNCH_TARGET, capsules, platform="CUDA")
-    tail = jax.ffi.pycapsule(native.k3jax_tail_execute)
-    jax.ffi.register_ffi_target(TAIL_TARGET, tail, platform="cpu")
+    state = {
+        "type_id": jax.ffi.pycapsule(library.type_pointer("k3jax_program_state_id")),
+        "type_info": jax.ffi.pycapsule(library.type_pointer("k3jax_program_state_info")),
+    }
+    jax.ffi.register_ffi_type("k3jax_program_state", state, platform="CUDA")
+    launch = {stage: _handler(LAUNCH_TARGET, stage) for stage in LAUNCH_STAGES}
+    jax.ffi.register_ffi_target(LAUNCH_TARGET, launch, platform="CUDA")
+    jax.ffi.register_ffi_target(TAIL_TARGET, _handler(TAIL_TARGET, "execute"), platform="cpu")
+
+
+def _handler(target: str, stage: str) -> Any:
+    return jax.ffi.pycapsule(library.symbol(f"{target}_{stage}"))
 
 
 def _check_arrays(program: Program, arrays: tuple[jax.Array, ...]) -> None:

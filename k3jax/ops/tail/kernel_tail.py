@@ -1,0 +1,731 @@
+"""The fused tail on one rank: the exchange, the norm, the up-projection and the shared add.
+
+`docs/protocol.md` says what crosses between ranks and why it is right; here is how one rank does it.
+
+Schedule. The grid is `groups` clusters of `k_blocks` blocks, at most one block a multiprocessor,
+and one launch does everything. Block b of cluster g owns slice b of the latent (L / k_blocks
+columns) and, with its cluster, share g of the rank's rows of the up-projection.
+
+- At entry every lane issues the loads of its share of the weights: into registers, and what does
+  not fit into shared memory (TP=2). They depend on nothing, so they precede
+  `griddepcontrol.wait` and fly during the whole exchange.
+- All blocks publish: partial latents (or the weighted sum of the unfinalised rows) and slices of
+  the shared partial, spread over the grid by warps; then they re-arm the previous slot.
+- Reduce: a lane polls 8 columns of one row in the mailboxes of all ranks at once, adds in rank
+  order and leaves m in shared memory. Sums of squares go to all blocks of the cluster (distributed
+  shared memory), which add them in one order. In one shot every cluster does every row, its
+  block b only slice b, so n is where the product wants it. In two shots cluster g does rows
+  g, g + groups, .. of those that the rank owns and stores n to all ranks; then every block
+  polls its slice of all rows.
+- Project: m16n8k16 with 16 weight rows as A and 8 tokens as B. A lane's 16 bytes are 8 adjacent k
+  of a row, where the instruction wants 2 + 2 at distance 8; as weights and latents are permuted
+  alike, the sum over k is the same and nothing is shuffled. The partial sums of a token go to one
+  block of the cluster, which adds them in order, rounds, adds the shared partials (polled while the
+  cluster's stores land) and publishes the row's columns to all ranks, a word a lane. Tokens
+  are taken in rounds of four a block, on two buffers, so one cluster barrier a round suffices.
+- Gather: every lane polls its pieces of the output mailbox and writes the result.
+
+Why it cannot hang. Blocks wait for words that blocks of the same phase or an earlier one store, on
+this rank or another; phases are in one order in every block, and publishing waits for nothing. All
+blocks are resident, so all of them get there. Cluster barriers are passed equally often by all
+blocks of a cluster: their number depends only on T. A rank that does not come ends every poll by
+its budget (`give_up`); what a failure means for later calls is in docs/protocol.md.
+
+In a loopback launch the grid's second axis is the rank and `workspace_stride` the distance between
+the ranks' workspaces and there is no peer; everything else is the same code.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32, cute
+
+from k3jax.ops.experts import kernel_ptx as ptx
+from k3jax.ops.tail import kernel_words as words
+from k3jax.runtime.program import Kernel
+from k3jax.runtime.workspace import (
+    ARMED,
+    ARRIVALS_WORD,
+    AWAITED_WORD,
+    EPOCH_WORD,
+    FAILED_WORD,
+    HEADER_WORDS,
+    PEERS_WORD,
+    PREVIOUS_WORD,
+    SLOTS,
+    TailLayout,
+)
+
+TILE_ROWS = 16
+"""Rows of the up-projection in one matrix instruction."""
+STEP = 32
+"""Elements of the latent that one 16-byte load a lane covers: two matrix instructions."""
+REGISTER_STEPS = 7
+"""Steps whose weights a lane holds in registers: 8 words each."""
+STAGED_TOKENS = 32
+"""Rows of latents that shared memory holds."""
+ROUND_TOKENS = 4
+"""Tokens whose sums one block finishes in one round."""
+POLLED_RANKS = 8
+"""Mailboxes that a lane polls at once."""
+
+
+@dataclass(frozen=True)
+class TailKernel(Kernel):
+    """y = r(r(n W^T) + s), exchanged through mailboxes.
+
+    Attributes:
+        ranks: R.
+        latent_size: L, a multiple of 32 * k_blocks.
+        hidden_size: H; H / R is a multiple of 16 * groups.
+        max_tokens: M of the workspace.
+        groups: clusters of a rank, each with its rows of the up-projection.
+        k_blocks: blocks of a cluster, each with its slice of the latent.
+        k_parts: warps that share a row tile, each with its part of the block's slice.
+        two_shot: a row is summed by one rank and sent on, rather than by every rank.
+        scattered: the result is this rank's columns [T, H / R], not [T, H].
+        experts_per_token: K unfinalised rows a token; 0 for a finalised latent.
+    """
+
+    ranks: int
+    latent_size: int
+    hidden_size: int
+    max_tokens: int
+    groups: int
+    k_blocks: int
+    k_parts: int
+    two_shot: bool
+    scattered: bool = False
+    experts_per_token: int = 0
+
+    parameters = (
+        ("latent", "address"),  # [T, L], or [T, K, L]
+        ("weights", "address"),  # float32 [T, K]; not read if finalised
+        ("ids", "address"),  # int32 [T, K]; not read if finalised
+        ("shared", "address"),  # [T, H]
+        ("gain", "address"),  # [L]
+        ("up_proj", "address"),  # rows of the up-projection, L each
+        ("out", "address"),
+        ("workspace", "address"),
+        ("workspace_stride", "int32"),  # bytes from one rank's to the next; loopback only
+        ("num_tokens", "int32"),
+        ("up_proj_stride", "int32"),  # rows of up_proj before rank r's: r times this
+        ("budget", "int32"),  # polls of a lane before it gives up
+        ("eps", "float32"),
+    )
+
+    @property
+    def layout(self) -> TailLayout:
+        """Where everything lies in a workspace."""
+        return TailLayout(self.ranks, self.max_tokens, self.latent_size, self.hidden_size)
+
+    @property
+    def k_width(self) -> int:
+        """Columns of the latent that a block owns."""
+        return self.latent_size // self.k_blocks
+
+    @property
+    def rows(self) -> int:
+        """Rows of the up-projection that a cluster owns."""
+        return self.layout.columns // self.groups
+
+    @property
+    def tiles(self) -> int:
+        """Row tiles of a cluster."""
+        return self.rows // TILE_ROWS
+
+    @property
+    def steps(self) -> int:
+        """Steps of a warp."""
+        return self.k_width // (STEP * self.k_parts)
+
+    @property
+    def shared_steps(self) -> int:
+        """Steps whose weights wait in shared memory."""
+        return max(self.steps - REGISTER_STEPS, 0)
+
+    @property
+    def threads(self) -> int:
+        """One warp a row tile and part of K."""
+        return 32 * self.tiles * self.k_parts
+
+    @property
+    def cluster(self) -> tuple[int, int, int]:
+        """The blocks that share rows."""
+        return (self.k_blocks, 1, 1)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """One rank's blocks; a loopback launch has `ranks` of them along the second axis."""
+        return (self.k_blocks * self.groups, 1, 1)
+
+    @property
+    def chunks(self) -> int:
+        """16-byte pieces of a block's slice of a row."""
+        return self.k_width // 8
+
+    @property
+    def row_warps(self) -> int:
+        """Warps that a block's slice of a row takes."""
+        return -(-self.chunks // 32)
+
+    @property
+    def row_bytes(self) -> int:
+        """Stride of a row in shared memory: an odd multiple of 64 bytes.
+
+        The eight lanes of one phase of a 16-byte read (2 tokens x 4 lanes) then never collide.
+        """
+        return 64 * (self.k_width * 2 // 64 | 1)
+
+    @property
+    def partials(self) -> int:
+        """Partial sums of one output element."""
+        return self.k_blocks * self.k_parts
+
+    @property
+    def buffer_bytes(self) -> int:
+        """One buffer of partial sums: [ROUND_TOKENS, partials, rows] float32."""
+        return ROUND_TOKENS * self.partials * self.rows * 4
+
+    @property
+    def squares_bytes(self) -> int:
+        """Sums of squares: [STAGED_TOKENS, k_blocks, row_warps] float32."""
+        return STAGED_TOKENS * self.k_blocks * self.row_warps * 4
+
+    @property
+    def parts(self) -> tuple[int, int, int, int, int]:
+        """Shared memory: header, squares, rows, weights, sums; the offset of each."""
+        sizes = (
+            HEADER_WORDS * 4,
+            self.squares_bytes,
+            STAGED_TOKENS * self.row_bytes,
+            self.threads * self.shared_steps * 32,
+        )
+        offsets = [0]
+        for size in sizes:
+            offsets.append(offsets[-1] + -(-size // 128) * 128)
+        return tuple(offsets)
+
+    @property
+    def shared_bytes(self) -> int:
+        """All of it, with two buffers of sums."""
+        return self.parts[-1] + 2 * self.buffer_bytes
+
+    @cute.kernel
+    def device(
+        self,
+        latent: Int64,
+        weights: Int64,
+        ids: Int64,
+        shared: Int64,
+        gain: Int64,
+        up_proj: Int64,
+        out: Int64,
+        workspace: Int64,
+        workspace_stride: Int32,
+        num_tokens: Int32,
+        up_proj_stride: Int32,
+        budget: Int32,
+        eps: Float32,
+    ):
+        """One block of the schedule above."""
+        block, rank_here, _ = cute.arch.block_idx()
+        smem = Uint32(cute.arch.get_dyn_smem(Uint32, alignment=128).toint())
+        own = workspace + Int64(rank_here) * Int64(workspace_stride)
+        rank = Int32(words.load_peer_word(own + 3 * 4))
+        words.cluster_arrive()
+        held = self.fetch_weights(up_proj, rank, up_proj_stride, block, smem)
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+
+        thread, _, _ = cute.arch.thread_idx()
+        for word in cutlass.range(thread, HEADER_WORDS, self.threads):
+            # Through registers: the words have been read when the barrier is passed.
+            value = words.load_peer_word(own + word * 4)
+            ptx.store_shared(smem + Uint32(word * 4), value)
+        cute.arch.sync_threads()
+        epoch, _, previous, failed = ptx.load_shared_4(smem + Uint32(EPOCH_WORD * 4))
+        if thread == 0:
+            self.arrive(own, epoch, num_tokens)
+        words.cluster_wait()
+
+        row = Int64(num_tokens) * 2
+        latent = latent + rank_here * row * (self.latent_size * max(self.experts_per_token, 1))
+        shared = shared + rank_here * row * self.hidden_size
+        out = out + rank_here * row * self.result_width
+        if (failed != Uint32(0)) & (failed != epoch + Uint32(1)):
+            self.fill_with_nan(out, num_tokens)
+        else:
+            slot = Int32(epoch % Uint32(SLOTS))
+            self.publish_latent(latent, weights, ids, rank, slot, num_tokens, smem)
+            self.publish_shared(shared, rank, slot, num_tokens, smem)
+            if epoch != Uint32(0):
+                self.rearm(own, rank, (slot + SLOTS - 1) % SLOTS, Int32(previous))
+            left = self.reduce(own, gain, rank, slot, num_tokens, epoch, budget, eps, smem)
+            left = self.project(own, out, held, rank, slot, num_tokens, epoch, left, smem)
+            if cutlass.const_expr(not self.scattered):
+                self.gather(own, out, slot, num_tokens, epoch, left)
+
+    @property
+    def result_width(self) -> int:
+        """Columns of the result."""
+        return self.layout.columns if self.scattered else self.hidden_size
+
+    # ---- weights ------------------------------------------------------------------------------
+
+    @cute.jit
+    def fetch_weights(self, up_proj: Int64, rank: Int32, stride: Int32, block: Int32, smem: Uint32):
+        """Issues the loads of a lane's share; returns what went into registers."""
+        thread, _, _ = cute.arch.thread_idx()
+        warp, lane = thread // 32, thread % 32
+        first = rank * stride + (block // self.k_blocks) * self.rows + (warp // self.k_parts) * 16
+        k = (block % self.k_blocks) * self.k_width + (warp % self.k_parts) * (self.steps * STEP)
+        address = up_proj + (Int64(first + lane // 4) * self.latent_size + k + lane % 4 * 8) * 2
+        below = 8 * self.latent_size * 2
+        register_steps = self.steps - self.shared_steps
+        target = smem + Uint32(self.parts[3]) + Uint32(thread * 16)
+        for step in cutlass.range_constexpr(self.shared_steps):
+            at = address + (register_steps + step) * STEP * 2
+            words.copy_weights(target + Uint32(2 * step * self.threads * 16), at)
+            words.copy_weights(target + Uint32((2 * step + 1) * self.threads * 16), at + below)
+        cute.arch.cp_async_commit_group()
+        held = []
+        for step in cutlass.range_constexpr(register_steps):
+            at = address + step * STEP * 2
+            held.append((words.load_weights(at), words.load_weights(at + below)))
+        return held
+
+    @cute.jit
+    def step_weights(self, held: cutlass.Constexpr, step: cutlass.Constexpr, smem: Uint32):
+        """A lane's 16 bytes of rows g and g + 8 for one step."""
+        if cutlass.const_expr(step < len(held)):
+            return held[step]
+        thread, _, _ = cute.arch.thread_idx()
+        at = smem + Uint32(self.parts[3]) + Uint32(thread * 16)
+        at = at + Uint32(2 * (step - len(held)) * self.threads * 16)
+        return ptx.load_shared_4(at), ptx.load_shared_4(at + Uint32(self.threads * 16))
+
+    # ---- header -------------------------------------------------------------------------------
+
+    @cute.jit
+    def arrive(self, own: Int64, epoch: Uint32, num_tokens: Int32):
+        """Counts this block as past the header; the last one moves the header on."""
+        before = words.atomic_add(own + ARRIVALS_WORD * 4, Uint32(1))
+        if before == Uint32(self.grid[0] - 1):
+            words.store_peer_word(own + ARRIVALS_WORD * 4, Uint32(0))
+            words.store_peer_word(own + EPOCH_WORD * 4, epoch + Uint32(1))
+            call = Uint32(2) * Uint32(num_tokens) + Uint32(int(self.two_shot))
+            words.store_peer_word(own + PREVIOUS_WORD * 4, call)
+
+    @cute.jit
+    def poll(
+        self,
+        address: Int64,
+        stride: cutlass.Constexpr,
+        count: cutlass.Constexpr,
+        got: cute.Tensor,
+        left: Int32,
+    ):
+        """16 bytes from each of `count` mailboxes, once none of their words is armed."""
+        missing = Int32(1)
+        while missing != 0:
+            missing = Int32(0)
+            for i in cutlass.range_constexpr(count):
+                loaded = words.load_peer_words(address + i * stride)
+                for j in cutlass.range_constexpr(4):
+                    got[4 * i + j] = loaded[j]
+                    missing = missing | words.is_armed(loaded[j])
+            left = left - missing
+            if left < 0:
+                missing = Int32(0)
+        return left
+
+    @cute.jit
+    def give_up(self, own: Int64, epoch: Uint32, first: Int32, got: cute.Tensor, count):
+        """The budget is spent: notes the first missing rank and makes missing words NaN."""
+        awaited = Int32(-1)
+        for i in cutlass.range_constexpr(count):
+            lost = Int32(0)
+            for j in cutlass.range_constexpr(4):
+                lost = lost | words.is_armed(got[4 * i + j])
+                got[4 * i + j] = words.nan_if_armed(got[4 * i + j])
+            if (lost != 0) & (awaited < 0):
+                awaited = first + i
+        if awaited >= 0:
+            self.note_failure(own, epoch, awaited)
+
+    @cute.jit
+    def note_failure(self, own: Int64, epoch: Uint32, awaited: Int32):
+        """Writes down the first failure of this rank."""
+        if words.replace_zero(own + FAILED_WORD * 4, epoch + Uint32(1)) == Uint32(0):
+            words.store_peer_word(own + AWAITED_WORD * 4, Uint32(awaited))
+
+    @cute.jit
+    def fill_with_nan(self, out: Int64, num_tokens: Int32):
+        """The result of a call after a failure."""
+        nan = Uint32(words.NAN_PAIR)
+        pieces = num_tokens * (self.result_width // 8)
+        for piece in cutlass.range(self.spread_thread(), pieces, self.grid_threads):
+            words.store_words(out + Int64(piece) * 16, (nan, nan, nan, nan))
+
+    @property
+    def grid_threads(self) -> int:
+        """Threads of one rank."""
+        return self.grid[0] * self.threads
+
+    @cute.jit
+    def spread_thread(self) -> Int32:
+        """A thread's number in its rank, such that consecutive warps lie in different blocks."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        return (thread // 32 * self.grid[0] + block) * 32 + thread % 32
+
+    # ---- publish and re-arm -------------------------------------------------------------------
+
+    @cute.jit
+    def peer(self, smem: Uint32, rank) -> Int64:
+        """Address of a rank's workspace."""
+        return words.load_shared_address(smem + Uint32(PEERS_WORD * 4 + rank * 8))
+
+    @cute.jit
+    def publish_latent(self, latent, weights, ids, rank, slot, num_tokens, smem):
+        """Own partial latents, to all ranks or to the owners of their rows."""
+        pieces = self.latent_size // 8
+        first = Int32(self.spread_thread())
+        for piece in cutlass.range(first, num_tokens * pieces, self.grid_threads):
+            token = piece // pieces
+            if cutlass.const_expr(self.experts_per_token):
+                got = self.weigh(latent, weights, ids, token, piece % pieces)
+            else:
+                got = ptx.load_global_4(latent + Int64(piece) * 16)
+            got = [words.canonical(word) for word in got]
+            row = (slot * self.ranks + rank) * self.max_tokens + token
+            at = self.layout.latent + Int64(row) * (self.latent_size * 2) + (piece % pieces) * 16
+            if cutlass.const_expr(self.two_shot):
+                words.store_peer_words(self.peer(smem, token % self.ranks) + at, got)
+            else:
+                for to in cutlass.range_constexpr(self.ranks):
+                    words.store_peer_words(self.peer(smem, to) + at, got)
+
+    @cute.jit
+    def weigh(self, rows: Int64, weights: Int64, ids: Int64, token: Int32, piece: Int32):
+        """8 columns of the weighted sum of a token's expert rows; id -1 counts as nothing."""
+        sums = [Float32(0.0) for _ in range(8)]
+        pair = Int64(token) * self.experts_per_token
+        address = rows + (pair * self.latent_size + piece * 8) * 2
+        for k in cutlass.range_constexpr(self.experts_per_token):
+            expert = ptx.load_global(ids + (pair + k) * 4)
+            weight = ptx.load_global_float(weights + (pair + k) * 4)
+            weight = cutlass.select_(expert >= 0, weight, Float32(0.0))
+            loaded = words.load_if(expert, address + k * self.latent_size * 2)
+            for j in cutlass.range_constexpr(4):
+                sums[2 * j] = ptx.fused(ptx.low_float(loaded[j]), weight, sums[2 * j])
+                sums[2 * j + 1] = ptx.fused(ptx.high_float(loaded[j]), weight, sums[2 * j + 1])
+        return [ptx.round_pair(sums[2 * j], sums[2 * j + 1]) for j in range(4)]
+
+    @cute.jit
+    def publish_shared(self, shared, rank, slot, num_tokens, smem):
+        """Own partial of the shared expert, each slice of columns to its owner."""
+        pieces, owned = self.hidden_size // 8, self.layout.columns // 8
+        first = Int32(self.spread_thread())
+        for piece in cutlass.range(first, num_tokens * pieces, self.grid_threads):
+            token, column = piece // pieces, piece % pieces
+            got = ptx.load_global_4(shared + Int64(piece) * 16)
+            got = [words.canonical(word) for word in got]
+            row = (slot * self.ranks + rank) * self.max_tokens + token
+            at = self.layout.shared + (Int64(row) * owned + column % owned) * 16
+            words.store_peer_words(self.peer(smem, column // owned) + at, got)
+
+    @cute.jit
+    def rearm(self, own: Int64, rank: Int32, slot: Int32, previous: Int32):
+        """Arms what the previous call used of its slot."""
+        tokens, pieces = previous // 2, self.latent_size // 8
+        shared, output = self.layout.columns // 8, self.hidden_size // 8
+        for sender in cutlass.range(self.ranks):
+            row = (slot * self.ranks + sender) * self.max_tokens
+            self.arm(own + self.layout.shared + Int64(row) * (shared * 16), tokens * shared)
+            if previous % 2 == 0:
+                self.arm(own + self.layout.latent + Int64(row) * (pieces * 16), tokens * pieces)
+        if previous % 2 == 1:
+            owned = (tokens - rank + self.ranks - 1) // self.ranks
+            for index in cutlass.range(owned * self.ranks):
+                token, sender = rank + index // self.ranks * self.ranks, index % self.ranks
+                row = (slot * self.ranks + sender) * self.max_tokens + token
+                self.arm(own + self.layout.latent + Int64(row) * (pieces * 16), pieces)
+            row = slot * self.max_tokens
+            self.arm(own + self.layout.normed + Int64(row) * (pieces * 16), tokens * pieces)
+        row = slot * self.max_tokens
+        self.arm(own + self.layout.output + Int64(row) * (output * 16), tokens * output)
+
+    @cute.jit
+    def arm(self, address: Int64, pieces: Int32):
+        """Arms adjacent 16-byte pieces, spread over the grid."""
+        word = Uint32(ARMED)
+        for piece in cutlass.range(self.spread_thread(), pieces, self.grid_threads):
+            words.store_peer_words(address + Int64(piece) * 16, (word, word, word, word))
+
+    # ---- reduce -------------------------------------------------------------------------------
+
+    @cute.jit
+    def reduce(self, own, gain, rank, slot, num_tokens, epoch, left, eps, smem):
+        """m and n of the rows that this cluster sums; returns what is left of the budget."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        warp, lane = thread // 32, thread % 32
+        first, stride = Int32(0), 1
+        if cutlass.const_expr(self.two_shot):
+            first, stride = rank + self.ranks * (block // self.k_blocks), self.ranks * self.groups
+        count = cutlass.max(num_tokens - first + (stride - 1), 0) // stride
+        column = (block % self.k_blocks) * self.k_width
+
+        for unit in cutlass.range(warp, count * self.row_warps, self.threads // 32):
+            index, part = unit // self.row_warps, unit % self.row_warps
+            chunk = part * 32 + lane
+            square = Float32(0.0)
+            if chunk < self.chunks:
+                row = slot * (self.ranks * self.max_tokens) + first + index * stride
+                at = own + self.layout.latent
+                at = at + (Int64(row) * self.latent_size + column + chunk * 8) * 2
+                summed, left = self.sum_ranks(own, at, epoch, left)
+                for word in cutlass.range_constexpr(4):
+                    low, high = ptx.low_float(summed[word]), ptx.high_float(summed[word])
+                    square = ptx.fused(high, high, ptx.fused(low, low, square))
+                words.store_shared_words(self.staged(smem, index) + Uint32(chunk * 16), summed)
+            square = words.warp_sum(square)
+            if lane < self.k_blocks:
+                place = (index * self.k_blocks + block % self.k_blocks) * self.row_warps + part
+                at = smem + Uint32(self.parts[1]) + Uint32(place * 4)
+                words.store_cluster_float(at, lane, square)
+        words.cluster_arrive()
+        words.cluster_wait()
+
+        for unit in cutlass.range(warp, count * self.row_warps, self.threads // 32):
+            index, part = unit // self.row_warps, unit % self.row_warps
+            chunk = part * 32 + lane
+            if chunk < self.chunks:
+                scale = self.scale_of(index, eps, smem)
+                at = self.staged(smem, index) + Uint32(chunk * 16)
+                factors = ptx.load_global_4(gain + Int64(column + chunk * 8) * 2)
+                normed = _scale(ptx.load_shared_4(at), factors, scale)
+                if cutlass.const_expr(self.two_shot):
+                    row = slot * self.max_tokens + first + index * stride
+                    to = self.layout.normed + (Int64(row) * self.latent_size + column) * 2
+                    to = to + chunk * 16
+                    normed = [words.canonical(word) for word in normed]
+                    for peer in cutlass.range_constexpr(self.ranks):
+                        words.store_peer_words(self.peer(smem, peer) + to, normed)
+                else:
+                    words.store_shared_words(at, normed)
+        cute.arch.sync_threads()
+        return left
+
+    @cute.jit
+    def staged(self, smem: Uint32, index: Int32) -> Uint32:
+        """A row's place in shared memory."""
+        return smem + Uint32(self.parts[2]) + Uint32(index * self.row_bytes)
+
+    @cute.jit
+    def sum_ranks(self, own: Int64, address: Int64, epoch: Uint32, left: Int32):
+        """r(sum over ranks, in order) of 8 columns whose copy from rank 0 is at `address`."""
+        sums = [Float32(0.0) for _ in range(8)]
+        between = self.max_tokens * self.latent_size * 2
+        batch = min(self.ranks, POLLED_RANKS)
+        got = cute.make_rmem_tensor((4 * batch,), Uint32)
+        for base in cutlass.range_constexpr(0, self.ranks, batch):
+            left = self.poll(address + base * between, between, batch, got, left)
+            if left < 0:
+                self.give_up(own, epoch, Int32(base), got, batch)
+            for i in cutlass.range_constexpr(batch):
+                for j in cutlass.range_constexpr(4):
+                    sums[2 * j] = sums[2 * j] + ptx.low_float(got[4 * i + j])
+                    sums[2 * j + 1] = sums[2 * j + 1] + ptx.high_float(got[4 * i + j])
+        return [ptx.round_pair(sums[2 * j], sums[2 * j + 1]) for j in range(4)], left
+
+    @cute.jit
+    def scale_of(self, index: Int32, eps: Float32, smem: Uint32) -> Float32:
+        """rsqrt(mean of squares + eps) of a row, from the cluster's partial sums in order."""
+        total = Float32(0.0)
+        count = self.k_blocks * self.row_warps
+        at = smem + Uint32(self.parts[1]) + Uint32(index * (count * 4))
+        for i in cutlass.range_constexpr(0, count, 2):
+            low, high = ptx.load_shared_floats(at + Uint32(i * 4))
+            total = (total + low) + high
+        return words.reciprocal_root(total * Float32(1 / self.latent_size) + eps)
+
+    # ---- project ------------------------------------------------------------------------------
+
+    @cute.jit
+    def project(self, own, out, held, rank, slot, num_tokens, epoch, left, smem):
+        """Rounds of tokens through the matrix instructions; returns what is left of the budget."""
+        round_tokens = ROUND_TOKENS * self.k_blocks
+        cute.arch.cp_async_wait_group(0)
+        for first in cutlass.range(0, num_tokens, round_tokens):
+            count = cutlass.min(num_tokens - first, round_tokens)
+            sums = smem + Uint32(self.parts[4])
+            sums = sums + Uint32(first // round_tokens % 2 * self.buffer_bytes)
+            rows = first
+            if cutlass.const_expr(self.two_shot):
+                left = self.stage_normed(own, slot, first, count, epoch, left, smem)
+                rows = Int32(0)
+            for group in cutlass.range((count + 7) // 8):
+                self.multiply(held, rows, count, group * 8, sums, smem)
+            words.cluster_arrive()
+            left = self.finish(own, out, rank, slot, first, count, epoch, left, sums, smem)
+        return left
+
+    @cute.jit
+    def stage_normed(self, own, slot, first, count, epoch, left, smem):
+        """The block's slice of a round's rows, out of the mailbox into shared memory."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        column = (block % self.k_blocks) * self.k_width
+        got = cute.make_rmem_tensor((4,), Uint32)
+        for unit in cutlass.range(thread, count * self.chunks, self.threads):
+            index, chunk = unit // self.chunks, unit % self.chunks
+            row = slot * self.max_tokens + first + index
+            at = own + self.layout.normed + (Int64(row) * self.latent_size + column) * 2
+            left = self.poll(at + chunk * 16, 0, 1, got, left)
+            if left < 0:
+                self.give_up(own, epoch, (first + index) % self.ranks, got, 1)
+            at = self.staged(smem, index) + Uint32(chunk * 16)
+            words.store_shared_words(at, [got[j] for j in range(4)])
+        cute.arch.sync_threads()
+        return left
+
+    @cute.jit
+    def multiply(self, held, rows, count, first, sums, smem):
+        """16 weight rows times 8 tokens, over the warp's part of K; sums go to the tokens' blocks.
+
+        Tokens past the last repeat it; their sums are dropped.
+        """
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        warp, lane = thread // 32, thread % 32
+        part, tile = warp % self.k_parts, warp // self.k_parts
+        token = cutlass.min(first + lane // 4, count - 1)
+        at = self.staged(smem, rows + token) + Uint32(part * (self.steps * STEP * 2))
+        at = at + Uint32(lane % 4 * 16)
+        zero = Float32(0.0)
+        chains = [(zero, zero, zero, zero), (zero, zero, zero, zero)]
+        for step in cutlass.range_constexpr(self.steps):
+            above, below = self.step_weights(held, step, smem)
+            tokens = ptx.load_shared_4(at + Uint32(step * STEP * 2))
+            for half in cutlass.range_constexpr(2):
+                i, j = 2 * half, 2 * half + 1
+                a = (above[i], below[i], above[j], below[j])
+                chains[half] = ptx.multiply_add(a, (tokens[i], tokens[j]), chains[half])
+        total = [a + b for a, b in zip(*chains, strict=True)]
+        place = block % self.k_blocks * self.k_parts + part
+        for i in cutlass.range_constexpr(2):
+            token = first + lane % 4 * 2 + i
+            if token < count:
+                row = token // self.k_blocks * self.partials + place
+                at = sums + Uint32((row * self.rows + tile * 16 + lane // 4) * 4)
+                words.store_cluster_float(at, token % self.k_blocks, total[i])
+                words.store_cluster_float(at + Uint32(32), token % self.k_blocks, total[2 + i])
+
+    @cute.jit
+    def finish(self, own, out, rank, slot, first, count, epoch, left, sums, smem):
+        """Adds up, rounds and publishes this block's tokens of a round: a lane has two columns."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        pairs = self.rows // 2
+        index, pair = thread // pairs, thread % pairs
+        token = index * self.k_blocks + block % self.k_blocks
+        column = block // self.k_blocks * self.rows + pair * 2
+        here = (index < ROUND_TOKENS) & (token < count)
+        shared = Uint32(0)
+        if here:
+            shared, left = self.sum_shared(own, slot, first + token, column, epoch, left)
+        words.cluster_wait()
+        if here:
+            low, high = Float32(0.0), Float32(0.0)
+            at = sums + Uint32((index * self.partials * self.rows + pair * 2) * 4)
+            for i in cutlass.range_constexpr(self.partials):
+                first_sum, second_sum = ptx.load_shared_floats(at + Uint32(i * self.rows * 4))
+                low, high = low + first_sum, high + second_sum
+            routed = ptx.round_pair(low, high)
+            word = ptx.round_pair(
+                ptx.low_float(routed) + ptx.low_float(shared),
+                ptx.high_float(routed) + ptx.high_float(shared),
+            )
+            word = words.canonical(word)
+            if cutlass.const_expr(self.scattered):
+                at = out + (Int64(first + token) * self.layout.columns + column) * 2
+                ptx.store_global(at, word)
+            else:
+                row = Int64(slot * self.max_tokens + first + token) * self.hidden_size
+                at = self.layout.output + (row + rank * self.layout.columns + column) * 2
+                for to in cutlass.range_constexpr(self.ranks):
+                    words.store_peer_word(self.peer(smem, to) + at, word)
+        return left
+
+    @cute.jit
+    def sum_shared(self, own, slot, token, column, epoch, left):
+        """r(sum over ranks, in order) of two columns of the shared partials."""
+        low, high = Float32(0.0), Float32(0.0)
+        between = self.max_tokens * self.layout.columns * 2
+        row = slot * (self.ranks * self.max_tokens) + token
+        at = own + self.layout.shared + (Int64(row) * self.layout.columns + column) * 2
+        got = cute.make_rmem_tensor((self.ranks,), Uint32)
+        missing = Int32(1)
+        while missing != 0:
+            missing = Int32(0)
+            for i in cutlass.range_constexpr(self.ranks):
+                got[i] = words.load_peer_word(at + i * between)
+                missing = missing | words.is_armed(got[i])
+            left = left - missing
+            if left < 0:
+                missing = Int32(0)
+        for i in cutlass.range_constexpr(self.ranks):
+            if left < 0:
+                if words.is_armed(got[i]) != 0:
+                    self.note_failure(own, epoch, Int32(i))
+                got[i] = words.nan_if_armed(got[i])
+            low, high = low + ptx.low_float(got[i]), high + ptx.high_float(got[i])
+        return ptx.round_pair(low, high), left
+
+    # ---- gather -------------------------------------------------------------------------------
+
+    @cute.jit
+    def gather(self, own, out, slot, num_tokens, epoch, left):
+        """Every rank's columns, out of the mailbox into the result."""
+        pieces, owned = self.hidden_size // 8, self.layout.columns // 8
+        got = cute.make_rmem_tensor((4,), Uint32)
+        first = Int32(self.spread_thread())
+        mailbox = own + self.layout.output
+        mailbox = mailbox + Int64(slot * self.max_tokens) * (self.hidden_size * 2)
+        for piece in cutlass.range(first, num_tokens * pieces, self.grid_threads):
+            left = self.poll(mailbox + Int64(piece) * 16, 0, 1, got, left)
+            if left < 0:
+                self.give_up(own, epoch, piece % pieces // owned, got, 1)
+            words.store_words(out + Int64(piece) * 16, [got[j] for j in range(4)])
+
+
+def _scale(pairs, factors, scale: Float32):
+    """r(m * scale * gain) of 8 columns."""
+    return [
+        ptx.round_pair(
+            ptx.low_float(pair) * scale * ptx.low_float(factor),
+            ptx.high_float(pair) * scale * ptx.high_float(factor),
+        )
+        for pair, factor in zip(pairs, factors, strict=True)
+    ]
+
+
+def _k3(ranks: int, **options) -> TailKernel:
+    from k3jax.ops.tail.fused import geometry
+
+    return TailKernel(
+        ranks=ranks, latent_size=3584, hidden_size=7168, max_tokens=128,
+        **geometry(ranks, 3584, 7168), **options,
+    )  # fmt: skip
+
+
+REPRESENTATIVES = {
+    "one shot, TP=2": _k3(2, two_shot=False),
+    "one shot, TP=8": _k3(8, two_shot=False),
+    "one shot, TP=8, unfinalised": _k3(8, two_shot=False, experts_per_token=16),
+    "two shots, TP=8": _k3(8, two_shot=True),
+    "two shots, TP=16, scattered": _k3(16, two_shot=True, scattered=True),
+}
