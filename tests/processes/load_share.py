@@ -17,8 +17,16 @@ from jax.sharding import Mesh
 
 from k3jax.checkpoint import load_layer
 from k3jax.parallel import Parallel
-from tests.checkpoints import PREFIX, layer_of, read_checkpoint
-from tests.test_checkpoint_load import CONFIG, SHARDED_AXIS, Meter, check, times_read
+from tests.checkpoints import (
+    CONFIG,
+    PREFIX,
+    SHARDED_AXIS,
+    Meter,
+    check,
+    layer_of,
+    read_checkpoint,
+    times_read,
+)
 
 process, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 jax.distributed.initialize(f"localhost:{port}", 2, process)
