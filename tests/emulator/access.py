@@ -61,11 +61,17 @@ class Access:
         count(self.instruction.line, offset, size, self.mask)
 
     def ordered_read(self, memory, offset, size: int) -> None:
-        """Tells the race detector of a read of shared memory."""
-        if isinstance(memory, SharedMemory):
-            self.group.grid.races.read(self, offset, size)
+        """Tells the race detectors of a read."""
+        grid = self.group.grid
+        if memory is grid.shared:
+            grid.races.read(self, offset, size)
+        elif memory is grid.device.memory and grid.device.order is not None:
+            grid.device.order.check(self, offset, size, writes=False)
 
     def ordered_write(self, memory, offset, size: int) -> None:
-        """Tells the race detector of a write of shared memory."""
-        if isinstance(memory, SharedMemory):
-            self.group.grid.races.write(self, offset, size)
+        """Tells the race detectors of a write."""
+        grid = self.group.grid
+        if memory is grid.shared:
+            grid.races.write(self, offset, size)
+        elif memory is grid.device.memory and grid.device.order is not None:
+            grid.device.order.check(self, offset, size, writes=True)

@@ -52,6 +52,7 @@ class AsyncCopies:
             some = reads & (valid_bytes == amount)
             for at in range(0, amount, part):
                 unit = min(part, 8)
+                access.ordered_read(memory, source + np.uint64(at), part)
                 memory.load(source + np.uint64(at), unit, part // unit, some, access)
         access.ordered_write(grid.shared, target, size)
         numbers = np.broadcast_to(access.group.numbers[:, None], target.shape)
@@ -172,6 +173,8 @@ class BulkCopies:
         copy = BulkCopy(access.instruction, number, lane, "load", source,
                         (grid.shared, target), size, barrier)  # fmt: skip
         self._check(copy)
+        if source[0] is grid.device.memory and grid.device.order is not None:
+            grid.device.order.check_range(access, number, source[1], size, writes=False)
         copy.epoch = grid.races.agent_write(access, number, target, size)
         grid.shared.shadow[target : target + size] = ALLOCATED | FLIGHT
         self.pending.add(copy)
@@ -194,6 +197,8 @@ class BulkCopies:
         copy = BulkCopy(access.instruction, number, lane, "store", (grid.shared, source),
                         (memory, target), size)  # fmt: skip
         self._check(copy)
+        if grid.device.order is not None:
+            grid.device.order.check_range(access, number, target, size, writes=True)
         grid.races.agent_read(access, number, source, size)
         state = grid.shared.shadow[source : source + size]
         grid.shared.shadow[source : source + size] = (state & READ) | ALLOCATED | FLIGHT

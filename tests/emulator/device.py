@@ -15,6 +15,7 @@ from .counters import Counters
 from .errors import DeadlockError, EmulationError, LaunchError
 from .flow import Code
 from .grid import Grid
+from .hazards import LaunchOrder
 from .memory import GlobalMemory, LocalMemory, SharedMemory
 from .report import waiting_report
 
@@ -105,6 +106,7 @@ class Device:
         self.steps = 0
         self.time = 0
         self.undefined_load = ""
+        self.order: LaunchOrder | None = None
         self._events: list[tuple[int, int, Callable[[], None]]] = []
         self._event_number = 0
         self.running: list[Grid] = []
@@ -126,6 +128,8 @@ class Device:
 
     def _run(self, launches: list[LaunchSpec]) -> None:
         self._queue = list(launches)
+        if any(spec.overlaps_previous for spec in launches):
+            self.order = LaunchOrder(self, len(launches))
         idle = 0
         self._start()
         while self.running or self._queue:
@@ -175,6 +179,8 @@ class Device:
             grid = Grid(spec.code, self, spec)
             self._previous[grid] = last if spec.overlaps_previous else None
             self._last[spec.stream] = grid
+            if self.order is not None:
+                self.order.start(grid, self._previous[grid])
             self.triggered[grid] = set()
             self._queue.remove(spec)
             self.running.append(grid)
@@ -208,7 +214,11 @@ class Device:
             return self.steps >> 32
         return self.time * 1000 if name.startswith("%globaltimer") else self.steps
 
-    def previous_done(self, grid: Grid) -> bool:
-        """Whether `griddepcontrol.wait` of a grid may return."""
+    def previous_done(self, grid: Grid, numbers: np.ndarray) -> bool:
+        """Whether `griddepcontrol.wait` of some warps may return."""
         previous = self._previous[grid]
-        return previous is None or previous not in self.running
+        if previous in self.running:
+            return False
+        if self.order is not None:
+            self.order.wait(grid, numbers, previous)
+        return True

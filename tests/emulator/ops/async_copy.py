@@ -176,7 +176,7 @@ def _bulk_load(b: Binder, from_global: bool) -> Op:
         for row, lane in np.argwhere(G.active(mask)).tolist():
             number = int(G.numbers[row])
             for shift in _shifts(grid, number, None if ranks is None else int(ranks[row, lane])):
-                at = barrier_at[row, lane : lane + 1] + np.uint64(shift)
+                at = (barrier_at[row, lane : lane + 1].astype(np.int64) + shift).astype(np.uint64)
                 grid.part(BulkCopies).load(
                     access,
                     number,
@@ -196,9 +196,7 @@ def _shifts(grid, number: int, ranks: int | None) -> list[int]:
         return [0]
     own = int(grid.block_of[number]) % grid.cluster_size
     return [
-        ((rank - own) * grid.shared.stride) % (1 << 64)
-        for rank in range(grid.cluster_size)
-        if ranks >> rank & 1
+        (rank - own) * grid.shared.stride for rank in range(grid.cluster_size) if ranks >> rank & 1
     ]
 
 

@@ -53,7 +53,7 @@ def griddepcontrol(b: Binder) -> Op:
         raise b.unknown("a guarded griddepcontrol.wait is not implemented; branch around it")
 
     def wait(R, G):
-        done = G.grid.device.previous_done(G.grid)
+        done = G.grid.device.previous_done(G.grid, np.unique(lanes(G, G.mask)[0]))
         return None if done else np.zeros((G.count, 1), bool)
 
     return b.op(
