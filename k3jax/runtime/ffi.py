@@ -124,14 +124,18 @@ def register() -> None:
         FileNotFoundError: the native library was not built.
         RuntimeError: it was built from older sources.
     """
-    state = {
-        "type_id": jax.ffi.pycapsule(library.type_pointer("k3jax_program_state_id")),
-        "type_info": jax.ffi.pycapsule(library.type_pointer("k3jax_program_state_info")),
-    }
-    jax.ffi.register_ffi_type("k3jax_program_state", state, platform="CUDA")
+    # All symbols are found before the first is registered, so that a failure can be tried again.
+    state_id, state_info = (
+        jax.ffi.pycapsule(library.type_pointer(f"k3jax_program_state_{part}"))
+        for part in ("id", "info")
+    )
     launch = {stage: _handler(LAUNCH_TARGET, stage) for stage in LAUNCH_STAGES}
+    tail = _handler(TAIL_TARGET, "execute")
+    jax.ffi.register_ffi_type(
+        "k3jax_program_state", {"type_id": state_id, "type_info": state_info}, platform="CUDA"
+    )
     jax.ffi.register_ffi_target(LAUNCH_TARGET, launch, platform="CUDA")
-    jax.ffi.register_ffi_target(TAIL_TARGET, _handler(TAIL_TARGET, "execute"), platform="cpu")
+    jax.ffi.register_ffi_target(TAIL_TARGET, tail, platform="cpu")
 
 
 def _handler(target: str, stage: str) -> Any:

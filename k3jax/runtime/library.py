@@ -8,10 +8,16 @@ import ctypes
 import functools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import k3jax.runtime
 
 LIBRARY_NAME = "libk3jax_ffi.so"
+
+BUILD_REMEDY = (
+    "build it with `pip install .`, or into a source tree with `cmake -S ffi -B build/ffi && "
+    "cmake --build build/ffi && cmake --install build/ffi --prefix .`"
+)
 
 
 class _FactsStruct(ctypes.Structure):
@@ -61,9 +67,7 @@ def library_path() -> Path:
         if (folder / LIBRARY_NAME).is_file():
             return folder / LIBRARY_NAME
     raise FileNotFoundError(
-        f"{LIBRARY_NAME} is not in {[str(folder) for folder in folders]}: build it with "
-        "`pip install .`, or into a source tree with `cmake -S ffi -B build/ffi && "
-        "cmake --build build/ffi && cmake --install build/ffi --prefix .`"
+        f"{LIBRARY_NAME} is not in {[str(folder) for folder in folders]}: {BUILD_REMEDY}"
     )
 
 
@@ -81,13 +85,33 @@ def load_library() -> ctypes.CDLL:
     for name, arguments in signatures.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, ctypes.c_char_p
-    for name in ("k3jax_program_state_id", "k3jax_program_state_info"):
-        getattr(library, name).restype = ctypes.c_void_p
     return library
 
 
+def symbol(name: str) -> Any:
+    """A function of the library, by its C name.
+
+    Raises:
+        FileNotFoundError: the library was not built.
+        RuntimeError: it was built from sources that did not have the function.
+    """
+    try:
+        return getattr(load_library(), name)
+    except AttributeError as error:
+        raise RuntimeError(
+            f"{library_path()} has no {name}, so it was built from older sources: {BUILD_REMEDY}"
+        ) from error
+
+
+def type_pointer(name: str) -> int:
+    """What a function of the library without arguments that returns a pointer returns."""
+    function = symbol(name)
+    function.restype = ctypes.c_void_p
+    return function()
+
+
 def _query(name: str, *arguments: object) -> None:
-    message = getattr(load_library(), name)(*arguments)
+    message = symbol(name)(*arguments)
     if message is not None:
         raise RuntimeError(message.decode())
 

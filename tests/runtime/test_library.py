@@ -73,3 +73,8 @@ def test_missing_library_says_how_to_build_it(tmp_path, monkeypatch):
     monkeypatch.setattr(k3jax.runtime, "__path__", [str(tmp_path)])
     with pytest.raises(FileNotFoundError, match=r"libk3jax_ffi.so is not in .*pip install \."):
         library.library_path()
+
+
+def test_library_from_older_sources_is_named():
+    with pytest.raises(RuntimeError, match=r"libk3jax_ffi.so has no k3jax_new, .*older sources"):
+        library.symbol("k3jax_new")
