@@ -22,7 +22,7 @@ FUSED_TP = (2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class Choice[Tier]:
-    """A tier, why it was taken, and why each tier before it in order of preference was not."""
+    """A tier, why it was taken, and why each of the others was not."""
 
     tier: Tier
     reason: str
@@ -112,12 +112,19 @@ def plan_layer(
 
 @dataclass(frozen=True)
 class _Row[Tier]:
-    """A line of a tier table; the first one `preferred` and not refused is taken."""
+    """A line of a tier table; the first with neither `refusal` nor `passed_over` is taken.
+
+    Attributes:
+        tier: the tier.
+        reason: why it is taken, if it is.
+        refusal: why it cannot run.
+        passed_over: why it is not taken unless it is asked for.
+    """
 
     tier: Tier
     reason: str
     refusal: str | None = None
-    preferred: bool = True
+    passed_over: str | None = None
 
 
 def _router_table(config: MoEConfig, target: Target) -> list[_Row[RouterTier]]:
@@ -134,8 +141,8 @@ def _router_table(config: MoEConfig, target: Target) -> list[_Row[RouterTier]]:
 def _experts_table() -> list[_Row[ExpertsTier]]:
     return [
         _Row(ExpertsTier.XLA, "runs everywhere"),
-        _Row(ExpertsTier.REFERENCE, "the specification; differentiable", preferred=False),
-        _Row(ExpertsTier.W4A8, "MXFP8 activations", preferred=False),
+        _Row(ExpertsTier.REFERENCE, "", passed_over="slow; take it by name for gradients"),
+        _Row(ExpertsTier.W4A8, "", passed_over="other numbers; take it by name"),
     ]
 
 
@@ -153,22 +160,14 @@ def _tail_table(
     fused = merged
     if fused is None and tp not in FUSED_TP:
         fused = f"tp={tp} is not one of {FUSED_TP}"
-    within = num_tokens <= overlap_limit
+    within = f"within the overlap limit of {overlap_limit} tokens"
+    past = f"past the overlap limit of {overlap_limit} tokens"
+    overlaps = num_tokens <= overlap_limit
     return [
         _Row(TailTier.TAIL_FUSION, "fused kernels", fused or "not built"),
-        _Row(
-            TailTier.ALLREDUCE_OVERLAP,
-            f"within the overlap limit of {overlap_limit} tokens",
-            merged,
-            preferred=within,
-        ),
-        _Row(
-            TailTier.COLUMN_PARALLEL,
-            f"past the overlap limit of {overlap_limit} tokens",
-            merged,
-            preferred=not within,
-        ),
-        _Row(TailTier.UNFUSED, merged or "plain order", preferred=merged is not None),
+        _Row(TailTier.ALLREDUCE_OVERLAP, within, merged, None if overlaps else past),
+        _Row(TailTier.COLUMN_PARALLEL, past, merged, within if overlaps else None),
+        _Row(TailTier.UNFUSED, merged or "", None, None if merged else "slower than the tiers before it"),
     ]
 
 
@@ -185,8 +184,10 @@ def _choose[Tier: StrEnum](
         if row.refusal:
             raise ValueError(f"{part}={str(forced)!r} cannot run here: {row.refusal}")
         return Choice(row.tier, "asked for")
-    taken = next(row for row in table if row.preferred and not row.refusal)
+    taken = next(row for row in table if not (row.refusal or row.passed_over))
     declined = tuple(
-        (row.tier, row.refusal) for row in table if row.refusal and row.tier != taken.tier
+        (row.tier, row.refusal or row.passed_over or f"{taken.tier} comes first")
+        for row in table
+        if row is not taken
     )
     return Choice(taken.tier, taken.reason, declined)

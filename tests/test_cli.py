@@ -215,7 +215,7 @@ def test_run_needs_devices(refused, checkpoint, tokens, monkeypatch):
     two = jax.devices()[:2]
     monkeypatch.setattr(jax, "devices", lambda: two)
     line = refused(*words)
-    assert "--tp 8 needs 8 devices, there are 2 (cpu); use a smaller --tp or set --xla_" in line
+    assert "tp=8 needs 8 devices, there are 2 (cpu); use a smaller tp, or JAX_PLATFORMS=cpu" in line
     gpu = type("Device", (), {"platform": "gpu"})()
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
     line = refused(*words)

@@ -278,7 +278,7 @@ def test_the_plan_is_logged_once(caplog):
             moe_layer(params_of(TINY), x, config=config, parallel=None)
     lines = [record.message for record in caplog.records if record.name == "k3jax"]
     assert len(lines) == 1
-    assert "11 tokens, tp=1, cpu: experts=xla" in lines[0]
+    assert "11 tokens, tp=1, cpu: router=xla (runs everywhere); experts=xla" in lines[0]
 
 
 BAD_CALLS = {

@@ -7,14 +7,9 @@ on as many virtual devices as --tp asks for.
 
 import argparse
 import functools
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from k3jax.parallel import Parallel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +36,7 @@ def run(args: argparse.Namespace) -> None:
     from k3jax.cli.plan import render
     from k3jax.config import MoEConfig
     from k3jax.layer import moe_layer
+    from k3jax.parallel import Parallel
     from k3jax.plan import plan_layer
 
     output = Path(args.output)
@@ -50,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
     config = MoEConfig.from_hf(args.config or folder)
     x = _read_tokens(args.input, config.hidden_size)
     config.check_tp(args.tp)
-    parallel = _parallel(args.tp)
+    parallel = Parallel.over_devices(args.tp)
     plan = plan_layer(config, len(x), tp=args.tp, experts=args.experts, tail=args.tail)
     print(render([plan]))
 
@@ -85,24 +81,3 @@ def _read_tokens(file: str, hidden_size: int) -> np.ndarray:
     if x.ndim != 2 or x.shape[1] != hidden_size:
         raise ValueError(f"--input {file} has shape {list(x.shape)}; want [T, {hidden_size}]")
     return x.astype(jnp.bfloat16)
-
-
-def _parallel(tp: int) -> "Parallel | None":
-    """The first `tp` devices; on CPU as many virtual ones, unless the backend is already up."""
-    import jax
-
-    from k3jax.parallel import Parallel
-
-    flag = "--xla_force_host_platform_device_count"
-    flags = os.environ.get("XLA_FLAGS", "")
-    if flag not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {flag}={tp}"
-    devices = jax.devices()
-    if len(devices) < tp:
-        platform = devices[0].platform
-        remedy = f"set {flag}={tp} in XLA_FLAGS" if platform == "cpu" else "set JAX_PLATFORMS=cpu"
-        raise ValueError(
-            f"--tp {tp} needs {tp} devices, there are {len(devices)} ({platform}); use a smaller "
-            f"--tp or {remedy} for virtual ones"
-        )
-    return Parallel(jax.make_mesh((tp,), ("tp",), devices=devices[:tp])) if tp > 1 else None
