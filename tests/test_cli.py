@@ -219,7 +219,7 @@ def test_run_needs_devices(refused, checkpoint, tokens, monkeypatch):
     gpu = type("Device", (), {"platform": "gpu"})()
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
     line = refused(*words)
-    assert "there are 1 (gpu); use a smaller --tp or set JAX_PLATFORMS=cpu" in line
+    assert "there are 1 (gpu); use a smaller tp, or JAX_PLATFORMS=cpu" in line
 
 
 def test_run_without_checkpoint(refused, tokens):
