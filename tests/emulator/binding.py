@@ -21,7 +21,8 @@ SPECIAL_BITS = dict.fromkeys(("%clock64", "%globaltimer", "%gridid"), 64)
 class Slots:
     """Numbers every value a kernel names: registers, constants, parameters, special registers."""
 
-    def __init__(self, parameters: dict[str, int], variables: Collection[str]):
+    def __init__(self, parameters: dict[str, int], variables: Collection[str], target: str):
+        self.target = target
         self.count = 0
         self.bits: list[int] = []
         self.registers: dict[str, int] = {}
@@ -161,6 +162,12 @@ class Binder:
     def unknown(self, what: str | None = None) -> UnknownInstructionError:
         what = what or f"modifiers {['.' + m for m in self.modifiers]} are not implemented"
         return UnknownInstructionError(what, self.ins)
+
+    def require(self, *targets: str) -> None:
+        """The instruction exists on these targets only, "sm_100" standing for its variants."""
+        have = self.slots.target.rstrip("af")
+        if have not in targets:
+            raise self.unknown(f"needs {' or '.join(targets)}, the module is for {have}")
 
     # Modifiers.
 

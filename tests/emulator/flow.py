@@ -65,7 +65,7 @@ def compile_entry(module: Module, name: str | None = None) -> Code:
         raise PtxSyntaxError(f"no kernel {name!r}; the module has {sorted(module.entries)}")
     entry = module.entries[name]
     variables = {**module.variables, **entry.variables}
-    slots = Slots({p.name: p.num_bytes for p in entry.parameters}, variables)
+    slots = Slots({p.name: p.num_bytes for p in entry.parameters}, variables, module.target)
     blocks = _cut(entry, slots)
     _liveness(blocks, slots)
     _spins(blocks)

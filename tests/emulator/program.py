@@ -139,6 +139,8 @@ def _spec(launch: Launch, arch: str, place, rank: int, number: int) -> LaunchSpe
     kernel = launch.kernel
     compiled = compile_kernel(kernel, arch)
     code = load(compiled.ptx, compiled.entry)
+    if code.module.target != arch:
+        raise LaunchError(f"the PTX of {code.entry.name} is for {code.module.target}, not {arch}")
     operands, results = place
     values = []
     for value in launch.arguments:

@@ -4,18 +4,19 @@ import numpy as np
 
 from tests.emulator import GlobalMemory, run_kernel
 
-HEADER = ".version 8.8\n.target sm_90a\n.address_size 64\n"
+HEADER = ".version 8.8\n.target {target}\n.address_size 64\n"
 BLOCK = 128
 
 
-def kernel(body: str, parameters: list[str], declarations: str = "", directives: str = "") -> str:
+def kernel(body: str, parameters: list[str], declarations: str = "", directives: str = "",
+           target: str = "sm_90a") -> str:  # fmt: skip
     """A module with one kernel `k`."""
     listed = ",\n".join(f"\t.param .{kind} p{i}" for i, kind in enumerate(parameters))
     loads = "\n".join(
         f"\tld.param.{kind} {'%pa' if kind == 'u64' else '%pi'}{i}, [p{i}];"
         for i, kind in enumerate(parameters)
     )
-    return f"""{HEADER}
+    return f"""{HEADER.format(target=target)}
 .extern .shared .align 128 .b8 smem[];
 .visible .entry k(
 {listed}
@@ -28,14 +29,14 @@ def kernel(body: str, parameters: list[str], declarations: str = "", directives:
 \t.reg .b64 %d<20>;
 \t.reg .b64 %pa<20>;
 \t.reg .b32 %pi<20>;
-\t.reg .b32 %tid, %lane, %warp, %cta;
+\t.reg .b32 %thread, %lane, %warp, %block;
 \t.reg .b32 %sm;
 {declarations}
 {loads}
-\tmov.u32 %tid, %tid.x;
-\tand.b32 %lane, %tid, 31;
-\tshr.u32 %warp, %tid, 5;
-\tmov.u32 %cta, %ctaid.x;
+\tmov.u32 %thread, %tid.x;
+\tand.b32 %lane, %thread, 31;
+\tshr.u32 %warp, %thread, 5;
+\tmov.u32 %block, %ctaid.x;
 \tmov.b32 %sm, smem;
 {body}
 \tret;
@@ -43,7 +44,7 @@ def kernel(body: str, parameters: list[str], declarations: str = "", directives:
 """
 
 
-def apply(code: str, inputs: list[np.ndarray], outputs: list[np.dtype], **options):
+def apply(code: str, inputs, outputs, target: str = "sm_90a", **options) -> list[np.ndarray]:
     """Runs `code` on elements of 1-D unsigned arrays of one length.
 
     Inputs are in registers %a0, %a1, ..., results are taken from %z0, %z1, ...; predicates cannot
@@ -65,9 +66,9 @@ def apply(code: str, inputs: list[np.ndarray], outputs: list[np.dtype], **option
         addresses.append(memory.allocate(f"output {i}", padded * bits // 8))
         declarations.append(f"\t.reg .b{max(bits, 16)} %z{i};")
         after.append(_access("st", len(inputs) + i, len(inputs) + i, bits, f"%z{i}"))
-    index = "\tmov.u32 %r79, %ntid.x;\n\tmad.lo.u32 %r79, %cta, %r79, %tid;"
+    index = "\tmov.u32 %r79, %ntid.x;\n\tmad.lo.u32 %r79, %block, %r79, %thread;"
     body = "\n".join([index, *before, code, *after])
-    text = kernel(body, ["u64"] * len(addresses), "\n".join(declarations))
+    text = kernel(body, ["u64"] * len(addresses), "\n".join(declarations), target=target)
     run_kernel(text, "k", (padded // BLOCK, 1, 1), (BLOCK, 1, 1), (1, 1, 1), 0, addresses, memory,
                **options)  # fmt: skip
     results = []

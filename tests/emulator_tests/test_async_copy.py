@@ -72,7 +72,7 @@ def test_dropped_wait_for_a_group(first, second):
 def test_exit_with_a_copy_in_flight():
     code = "\tcp.async.ca.shared.global [%sm], [%pa0], 4;\n\tcp.async.commit_group;"
     with pytest.raises(InFlightError, match="exits while"):
-        copy_in("\tsetp.ne.u32 %p0, %tid, 0;\n\t@%p0 ret;\n" + code, np.zeros(4, "u4"), 4)
+        copy_in("\tsetp.ne.u32 %p0, %thread, 0;\n\t@%p0 ret;\n" + code, np.zeros(4, "u4"), 4)
 
 
 def test_source_out_of_bounds():
@@ -82,7 +82,7 @@ def test_source_out_of_bounds():
 
 
 BULK = """
-\tsetp.eq.u32 %p0, %tid, 0;
+\tsetp.eq.u32 %p0, %thread, 0;
 \t@!%p0 bra READY;
 \tmbarrier.init.shared::cta.b64 [%sm], 1;
 \tfence.mbarrier_init.release.cluster;
@@ -93,9 +93,9 @@ READY:
 \tbar.sync 0;
 WAIT:
 \t{wait}
-\tmad.lo.u32 %r0, %tid, 4, %sm;
+\tmad.lo.u32 %r0, %thread, 4, %sm;
 \tld.shared.b32 %r1, [%r0+128];
-\tmul.wide.u32 %d1, %tid, 4;
+\tmul.wide.u32 %d1, %thread, 4;
 \tadd.u64 %d1, %d1, %pa1;
 \tst.global.b32 [%d1], %r1;
 """
@@ -127,12 +127,12 @@ def test_bulk_copy_faults(name, seed):
 
 
 STORE = """
-\tmad.lo.u32 %r0, %tid, 4, %sm;
-\tmul.lo.u32 %r1, %tid, 3;
+\tmad.lo.u32 %r0, %thread, 4, %sm;
+\tmul.lo.u32 %r1, %thread, 3;
 \tst.shared.b32 [%r0], %r1;
 \t{fence}
 \tbar.sync 0;
-\tsetp.ne.u32 %p0, %tid, 0;
+\tsetp.ne.u32 %p0, %thread, 0;
 \t@%p0 bra END;
 \tcp.async.bulk.global.shared::cta.bulk_group [%pa1], [%sm], 512;
 \tcp.async.bulk.commit_group;
@@ -192,18 +192,18 @@ END:"""
 
 def test_arrival_triggered_by_thread_copies():
     code = """
-\tsetp.eq.u32 %p0, %tid, 0;
+\tsetp.eq.u32 %p0, %thread, 0;
 \t@%p0 mbarrier.init.shared.b64 [%sm], 64;
 \tbar.sync 0;
-\tmul.wide.u32 %d0, %tid, 4;
+\tmul.wide.u32 %d0, %thread, 4;
 \tadd.u64 %d1, %d0, %pa0;
-\tmad.lo.u32 %r0, %tid, 4, %sm;
+\tmad.lo.u32 %r0, %thread, 4, %sm;
 \tcp.async.ca.shared.global [%r0+64], [%d1], 4;
 \tcp.async.mbarrier.arrive.noinc.shared.b64 [%sm];
 WAIT:
 \tmbarrier.try_wait.parity.shared.b64 %p1, [%sm], 0;
 \t@!%p1 bra WAIT;
-\txor.b32 %r1, %tid, 32;
+\txor.b32 %r1, %thread, 32;
 \tmad.lo.u32 %r1, %r1, 4, %sm;
 \tld.shared.b32 %r2, [%r1+64];
 \tadd.u64 %d1, %d0, %pa1;

@@ -7,15 +7,15 @@ from tests.emulator import BarrierError, DeadlockError, GlobalMemory, RaceError
 from tests.emulator_tests.harness import kernel, run
 
 EXCHANGE = """
-\tmul.lo.u32 %r0, %tid, 4;
+\tmul.lo.u32 %r0, %thread, 4;
 \tadd.u32 %r0, %r0, %sm;
-\tst.shared.b32 [%r0], %tid;
+\tst.shared.b32 [%r0], %thread;
 {between}
-\txor.b32 %r1, %tid, 32;
+\txor.b32 %r1, %thread, 32;
 \tmul.lo.u32 %r1, %r1, 4;
 \tadd.u32 %r1, %r1, %sm;
 \tld.shared.b32 %r2, [%r1];
-\tmad.lo.u32 %r3, %cta, 128, %tid;
+\tmad.lo.u32 %r3, %block, 128, %thread;
 \tmul.wide.u32 %d0, %r3, 4;
 \tadd.u64 %d0, %d0, %pa0;
 \tst.global.b32 [%d0], %r2;
@@ -54,7 +54,7 @@ def test_missing_barrier_before_the_buffer_is_used_again():
 
 def test_pairs_of_warps_on_their_own_barriers():
     """Named barriers of 64 threads, one for each pair that exchanges."""
-    code = "\tshr.u32 %r9, %tid, 6;\n\tadd.u32 %r9, %r9, 1;\n\tbar.sync %r9, 64;"
+    code = "\tshr.u32 %r9, %thread, 6;\n\tadd.u32 %r9, %r9, 1;\n\tbar.sync %r9, 64;"
     np.testing.assert_array_equal(exchange(code), [np.arange(128) ^ 32] * 3)
 
 
@@ -87,7 +87,7 @@ def test_bytes_of_one_word_do_not_race():
 \tmul.lo.u32 %r0, %lane, 4;
 \tadd.u32 %r0, %r0, %sm;
 \tadd.u32 %r1, %r0, %warp;
-\tst.shared.b8 [%r1], %tid;
+\tst.shared.b8 [%r1], %thread;
 \tbar.sync 0;
 \tld.shared.u16 %r2, [%r0];
 \tmul.wide.u32 %d0, %lane, 4;
@@ -130,27 +130,27 @@ MISUSES = {
         "no mbarrier at shared memory of block 0",
     ),
     "initialised twice": (
-        "\tsetp.ne.u32 %p0, %tid, 0;\n\t@%p0 ret;\n\tmbarrier.init.shared.b64 [%sm], 1;\n"
+        "\tsetp.ne.u32 %p0, %thread, 0;\n\t@%p0 ret;\n\tmbarrier.init.shared.b64 [%sm], 1;\n"
         "\tmbarrier.init.shared.b64 [%sm], 1;",
         BarrierError,
         "live mbarrier",
     ),
     "too many arrivals": (
-        "\tsetp.ne.u32 %p0, %warp, 0;\n\t@%p0 ret;\n\tsetp.eq.u32 %p0, %tid, 0;\n"
+        "\tsetp.ne.u32 %p0, %warp, 0;\n\t@%p0 ret;\n\tsetp.eq.u32 %p0, %thread, 0;\n"
         "\t@%p0 mbarrier.init.shared.b64 [%sm], 5;\n\tbar.warp.sync -1;\n"
         "\tmbarrier.arrive.shared.b64 %d0, [%sm];",
         BarrierError,
         "more arrivals than the 5",
     ),
     "an arrival too few": (
-        "\tsetp.eq.u32 %p0, %tid, 0;\n\t@%p0 mbarrier.init.shared.b64 [%sm], 65;\n\tbar.sync 0;\n"
+        "\tsetp.eq.u32 %p0, %thread, 0;\n\t@%p0 mbarrier.init.shared.b64 [%sm], 65;\n\tbar.sync 0;\n"
         "\tmbarrier.arrive.shared.b64 %d0, [%sm];\nW:\n"
         "\tmbarrier.try_wait.parity.shared.b64 %p1, [%sm], 0;\n\t@!%p1 bra W;",
         DeadlockError,
         "phase 0 lacks 1 of 65 arrivals",
     ),
     "data where an mbarrier lies": (
-        "\tsetp.ne.u32 %p0, %tid, 0;\n\t@%p0 ret;\n\tmbarrier.init.shared.b64 [%sm], 1;\n"
+        "\tsetp.ne.u32 %p0, %thread, 0;\n\t@%p0 ret;\n\tmbarrier.init.shared.b64 [%sm], 1;\n"
         "\tst.shared.b32 [%sm], 1;",
         Exception,
         "shared memory of block 0",
@@ -171,7 +171,7 @@ def test_misuse(name):
 
 
 RING = """
-\tsetp.eq.u32 %p0, %tid, 0;
+\tsetp.eq.u32 %p0, %thread, 0;
 \t@!%p0 bra READY;
 \tmbarrier.init.shared::cta.b64 [%sm], 1;
 \tmbarrier.init.shared::cta.b64 [%sm+8], 1;
@@ -249,22 +249,22 @@ def test_ring_with_a_dropped_signal():
 
 def test_waiting_for_a_token():
     code = """
-\tsetp.eq.u32 %p0, %tid, 0;
+\tsetp.eq.u32 %p0, %thread, 0;
 \t@%p0 mbarrier.init.shared.b64 [%sm], 64;
 \tbar.sync 0;
-\tmul.lo.u32 %r0, %tid, 4;
+\tmul.lo.u32 %r0, %thread, 4;
 \tadd.u32 %r0, %r0, %sm;
-\tst.shared.b32 [%r0+64], %tid;
+\tst.shared.b32 [%r0+64], %thread;
 \tmbarrier.arrive.shared.b64 %d0, [%sm];
 W:
 \tmbarrier.try_wait.shared.b64 %p1, [%sm], %d0, 1000;
 \t@!%p1 bra W;
 \txor.b32 %r1, %r0, 128;
-\tmul.lo.u32 %r1, %tid, 4;
+\tmul.lo.u32 %r1, %thread, 4;
 \txor.b32 %r1, %r1, 128;
 \tadd.u32 %r1, %r1, %sm;
 \tld.shared.b32 %r2, [%r1+64];
-\tmul.wide.u32 %d1, %tid, 4;
+\tmul.wide.u32 %d1, %thread, 4;
 \tadd.u64 %d1, %d1, %pa0;
 \tst.global.b32 [%d1], %r2;"""
     memory = GlobalMemory()
@@ -276,7 +276,7 @@ W:
 def test_flag_in_shared_memory_orders():
     """A volatile flag published after a fence: the detector takes it as order."""
     code = """
-\tsetp.eq.u32 %p0, %tid, 0;
+\tsetp.eq.u32 %p0, %thread, 0;
 \t@%p0 st.shared.b32 [%sm], 0;
 \tbar.sync 0;
 \tsetp.eq.u32 %p1, %warp, 0;

@@ -16,14 +16,14 @@ RING = """
 \tmov.u32 %r0, %cluster_ctarank;
 \tmov.u32 %r1, %cluster_nctarank;
 \tmad.lo.u32 %r2, %lane, 4, %sm;
-\tmad.lo.u32 %r3, %cta, 100, %lane;
+\tmad.lo.u32 %r3, %block, 100, %lane;
 \tst.shared.b32 [%r2], %r3;
 \t{first}
 \tadd.u32 %r4, %r0, 1;
 \trem.u32 %r4, %r4, %r1;
 \tmapa.shared::cluster.u32 %r5, %r2, %r4;
 \tld.shared::cluster.b32 %r6, [%r5];
-\tmad.lo.u32 %r7, %cta, 32, %lane;
+\tmad.lo.u32 %r7, %block, 32, %lane;
 \tmul.wide.u32 %d0, %r7, 4;
 \tadd.u64 %d0, %d0, %pa0;
 \tst.global.b32 [%d0], %r6;
@@ -68,14 +68,14 @@ def test_rank_outside_the_cluster():
 
 REMOTE = """
 \tmov.u32 %r0, %cluster_ctarank;
-\tsetp.eq.u32 %p0, %tid, 0;
+\tsetp.eq.u32 %p0, %thread, 0;
 \t@%p0 mbarrier.init.shared.b64 [%sm], 1;
 \tbarrier.cluster.arrive;
 \tbarrier.cluster.wait;
 \txor.b32 %r1, %r0, 1;
 \tmapa.shared::cluster.u32 %r2, %sm, %r1;
 \tmad.lo.u32 %r3, %lane, 4, %r2;
-\tmad.lo.u32 %r4, %cta, 100, %lane;
+\tmad.lo.u32 %r4, %block, 100, %lane;
 \tst.shared::cluster.b32 [%r3+64], %r4;
 \tbar.warp.sync -1;
 \t@%p0 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r2];
@@ -84,7 +84,7 @@ WAIT:
 \t@!%p1 bra WAIT;
 \tmad.lo.u32 %r5, %lane, 4, %sm;
 \tld.shared.b32 %r6, [%r5+64];
-\tmad.lo.u32 %r7, %cta, 32, %lane;
+\tmad.lo.u32 %r7, %block, 32, %lane;
 \tmul.wide.u32 %d0, %r7, 4;
 \tadd.u64 %d0, %d0, %pa0;
 \tst.global.b32 [%d0], %r6;
@@ -103,7 +103,7 @@ def test_remote_store_and_remote_arrival(seed):
 def test_multicast_copy_reaches_every_block():
     code = """
 \tmov.u32 %r0, %cluster_ctarank;
-\tsetp.eq.u32 %p0, %tid, 0;
+\tsetp.eq.u32 %p0, %thread, 0;
 \t@%p0 mbarrier.init.shared.b64 [%sm], 1;
 \t@%p0 mbarrier.arrive.expect_tx.shared.b64 %d1, [%sm], 128;
 \tbarrier.cluster.arrive;

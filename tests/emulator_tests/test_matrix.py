@@ -59,8 +59,6 @@ def test_mma_fragments(name, k):
         f"{{{', '.join(names[:registers])}}}, "
         f"{{{', '.join(names[registers : registers * 3 // 2])}}}, {{{', '.join(names[-4:])}}};"
     )
-    if registers == 2:
-        code = code.replace("{%a2}", "%a2")
     got = apply(code, inputs, [np.dtype("u4")] * 4)
     want = a_values @ b_values + c
     for i, places in enumerate(where):

@@ -124,13 +124,13 @@ def test_local_memory_is_private():
         """
 \tmov.u64 %d1, stack;
 \tcvta.local.u64 %d2, %d1;
-\tand.b32 %r0, %tid, 3;
+\tand.b32 %r0, %thread, 3;
 \tmul.wide.u32 %d3, %r0, 4;
 \tadd.u64 %d4, %d1, %d3;
-\tst.local.b32 [%d4], %tid;
+\tst.local.b32 [%d4], %thread;
 \tadd.u64 %d5, %d2, %d3;
 \tld.b32 %r1, [%d5];
-\tmul.wide.u32 %d6, %tid, 4;
+\tmul.wide.u32 %d6, %thread, 4;
 \tadd.u64 %d6, %d6, %pa0;
 \tst.global.b32 [%d6], %r1;""",
         ["u64"],
@@ -222,7 +222,7 @@ def test_reductions_of_floats():
 
 
 def test_packed_atomic_rounds_each_half():
-    code = "\tred.global.add.noftz.bf16x2 [%pa0], 0x3F803F80;"
+    code = "\tmov.b32 %r0, 0x3F803F80;\n\tred.global.add.noftz.bf16x2 [%pa0], %r0;"
     (got,) = once(code, np.zeros(1, "u4"))
     assert got.view("u4")[0] == 0x42004200  # 32.0 twice
 

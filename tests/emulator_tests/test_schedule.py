@@ -19,7 +19,7 @@ from tests.emulator_tests.harness import kernel, run
 SEEDS = [None, 1, 2, 3, 4, 5]
 
 TURNS = """
-\tsetp.ne.u32 %p0, %tid, 0;
+\tsetp.ne.u32 %p0, %thread, 0;
 \t@%p0 bra END;
 WAIT:
 \tld.acquire.gpu.global.b32 %r0, [%pa0];
@@ -27,7 +27,7 @@ WAIT:
 \t@%p1 bra WAIT;
 \tmul.wide.u32 %d0, %r0, 4;
 \tadd.u64 %d0, %d0, %pa1;
-\tst.global.b32 [%d0], %cta;
+\tst.global.b32 [%d0], %block;
 \tadd.u32 %r1, %r0, 1;
 \tst.release.gpu.global.b32 [%pa0], %r1;
 END:
@@ -44,14 +44,14 @@ def turns(who, grid, **options):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_blocks_take_turns_upwards(seed):
-    np.testing.assert_array_equal(turns("%cta", 8, seed=seed), np.arange(8))
+    np.testing.assert_array_equal(turns("%block", 8, seed=seed), np.arange(8))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_blocks_take_turns_downwards(seed):
     """The last block goes first: every block must be resident and scheduled fairly."""
     who = "%r9"
-    code = TURNS.format(who=who).replace("WAIT:", "\tsub.u32 %r9, 7, %cta;\nWAIT:", 1)
+    code = TURNS.format(who=who).replace("WAIT:", "\tsub.u32 %r9, 7, %block;\nWAIT:", 1)
     memory = GlobalMemory()
     flag, out = memory.allocate("flag", np.zeros(1, "u4")), memory.allocate("out", 32)
     run(kernel(code, ["u64", "u64"]), 64, [flag, out], memory, grid=8, seed=seed)
@@ -60,7 +60,7 @@ def test_blocks_take_turns_downwards(seed):
 
 def test_waiting_for_a_block_that_is_not_resident():
     """More blocks than fit at once, the first waiting for the last: the card would hang too."""
-    code = TURNS.format(who="%r9").replace("WAIT:", "\tsub.u32 %r9, 63, %cta;\nWAIT:", 1)
+    code = TURNS.format(who="%r9").replace("WAIT:", "\tsub.u32 %r9, 63, %block;\nWAIT:", 1)
     memory = GlobalMemory()
     flag, out = memory.allocate("flag", np.zeros(1, "u4")), memory.allocate("out", 256)
     text = kernel(code, ["u64", "u64"])
@@ -116,7 +116,7 @@ WAIT:
 def test_try_wait_times_out():
     """A bounded wait on an mbarrier that never completes ends by its own count."""
     code = """
-\tsetp.ne.u32 %p0, %tid, 0;
+\tsetp.ne.u32 %p0, %thread, 0;
 \t@%p0 ret;
 \tmbarrier.init.shared.b64 [%sm], 1;
 \tmov.b32 %r0, 0;
@@ -138,14 +138,14 @@ OUT:
 
 WRITE = """
 \t{trigger}
-\tmad.lo.u32 %r0, %cta, 32, %tid;
+\tmad.lo.u32 %r0, %block, 32, %thread;
 \tmul.wide.u32 %d0, %r0, 4;
 \tadd.u64 %d0, %d0, %pa0;
 \tst.global.b32 [%d0], %r0;
 """
 DOUBLE = """
 \t{wait}
-\tmad.lo.u32 %r0, %cta, 32, %tid;
+\tmad.lo.u32 %r0, %block, 32, %thread;
 \tmul.wide.u32 %d0, %r0, 4;
 \tadd.u64 %d1, %d0, %pa0;
 \tadd.u64 %d2, %d0, %pa1;
@@ -260,7 +260,7 @@ def test_a_seed_replays():
     def steps(seed):
         memory = GlobalMemory()
         flag, out = memory.allocate("flag", np.zeros(1, "u4")), memory.allocate("out", 32)
-        text = kernel(TURNS.format(who="%cta"), ["u64", "u64"])
+        text = kernel(TURNS.format(who="%block"), ["u64", "u64"])
         device = run(text, 64, [flag, out], memory, grid=8, seed=seed)
         return device.steps, device.time
 

@@ -26,6 +26,8 @@ def cvt(b: Binder) -> Op:
     flags = {name: b.flag(name) for name in ("ftz", "sat", "satfinite", "relu")}
     if rounding in ("rs", "rna"):
         raise b.unknown(f"cvt.{rounding} is not implemented")
+    if {"ue8m0x2", "e2m1x2"} & {target, source}:
+        b.require("sm_100", "sm_103")
     if "ue8m0x2" in (target, source):
         return _ue8m0(b, target, source, rounding, flags)
     if target in _SMALL:
