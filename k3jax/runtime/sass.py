@@ -5,10 +5,10 @@ nvidia-cuda-nvdisasm or from a CUDA toolkit on the PATH. No GPU is needed.
 """
 
 import functools
+import importlib.util
 import re
 import shutil
 import subprocess
-import sysconfig
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
@@ -131,9 +131,10 @@ def tool_path(tool: str) -> str:
     Raises:
         NotImplementedError: neither the PyPI package nor a toolkit is installed.
     """
-    packages = Path(sysconfig.get_path("purelib")) / "nvidia"
-    for candidate in sorted(packages.glob(f"*/bin/{tool}"), reverse=True):
-        return str(candidate)
+    namespace = importlib.util.find_spec("nvidia")
+    for folder in (namespace and namespace.submodule_search_locations) or ():
+        for candidate in sorted(Path(folder).glob(f"*/bin/{tool}"), reverse=True):
+            return str(candidate)
     if found := shutil.which(tool):
         return found
     raise NotImplementedError(f"{tool} is not installed: pip install nvidia-cuda-{tool}")

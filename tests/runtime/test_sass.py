@@ -53,7 +53,7 @@ def test_foreign_bytes_are_refused():
 
 
 def test_missing_tool_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(sass.sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(sass.importlib.util, "find_spec", lambda _: None)
     monkeypatch.setenv("PATH", str(tmp_path))
     sass.tool_path.cache_clear()
     with pytest.raises(NotImplementedError, match="pip install nvidia-cuda-nvdisasm"):
