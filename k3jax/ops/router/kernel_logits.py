@@ -195,3 +195,11 @@ def _multiply(low, high, weights, sums):
         write_only_types=[Float32] * 4,
         read_only_args=[low[0], high[0], low[1], high[1], *weights, *sums],
     )
+
+
+REPRESENTATIVES = {
+    f"logits of K3, up to {tokens} tokens": LogitsKernel(
+        num_experts=896, hidden_size=7168, row_tiles=7, k_splits=8, max_tokens=tokens
+    )
+    for tokens in (8, 16, 32)
+}

@@ -353,3 +353,16 @@ def _store_shared32(address, value):
 
 def _store_shared64(address, value):
     cute.arch.inline_ptx("st.shared.u64 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+REPRESENTATIVES = {
+    f"top-16 of 896, {label}": SelectKernel(
+        num_experts=896,
+        top_k=16,
+        num_partials=num_partials,
+        renormalize=True,
+        scaling_factor=1.0,
+        experts_per_thread=experts_per_thread,
+    )
+    for label, num_partials, experts_per_thread in (("few tokens", 8, 1), ("many tokens", 1, 2))
+}
