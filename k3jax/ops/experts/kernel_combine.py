@@ -64,3 +64,6 @@ class CombineKernel(Kernel):
         for word in cutlass.range_constexpr(4):
             pair = ptx.round_pair(sums[2 * word], sums[2 * word + 1])
             ptx.store_global(target + word * 4, pair)
+
+
+REPRESENTATIVES = {"sum of 16 rows": CombineKernel(num_experts=896, latent=3584, top_k=16)}

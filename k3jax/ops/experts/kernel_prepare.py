@@ -194,3 +194,9 @@ class PrepareKernel(Kernel):
         if thread == self.threads - 1:
             ptx.store_global(units, base + value)
         return base
+
+
+REPRESENTATIVES = {
+    "prepare, few routes": PrepareKernel(num_experts=896, groups=False),
+    "prepare and group routes": PrepareKernel(num_experts=896, groups=True),
+}
