@@ -1,4 +1,4 @@
-"""What the emulator raises: every error names the PTX line and, where known, block, warp and lane."""
+"""What the emulator raises; messages name the PTX line and, where known, block, warp and lane."""
 
 from .instruction import Instruction
 

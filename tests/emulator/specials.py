@@ -4,7 +4,6 @@ import numpy as np
 
 from .types import LANES, RAW
 
-
 _PER_AXIS = ("tid", "ntid", "ctaid", "nctaid", "clusterid", "nclusterid", "cluster_ctaid",
              "cluster_nctaid")  # fmt: skip
 _SIMPLE = {

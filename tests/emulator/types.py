@@ -1,7 +1,8 @@
 """PTX fundamental types and the NumPy arrays that stand for them.
 
-A register is an array of shape [warps, 32] of unsigned integers (bool for predicates); a value that
-is the same for all lanes may have shape [1, 1] or [warps, 1]. Operations view the bits as they need.
+A register is an array of shape [warps, 32] of unsigned integers (bool for predicates); a value
+that is the same for all lanes may have shape [1, 1] or [warps, 1]. Operations view the bits as
+they need.
 """
 
 from dataclasses import dataclass

@@ -60,9 +60,12 @@ def test_groups_per_thread(seed):
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("", "cp.async.wait_all;"), ("cp.async.wait_group 2;", "cp.async.wait_all;"),
-     ("cp.async.wait_group 1;", "")],
-)  # fmt: skip
+    [
+        ("", "cp.async.wait_all;"),
+        ("cp.async.wait_group 2;", "cp.async.wait_all;"),
+        ("cp.async.wait_group 1;", ""),
+    ],
+)
 def test_dropped_wait_for_a_group(first, second):
     code = PER_THREAD.format(size=8, first=first, second=second)
     with pytest.raises(InFlightError, match="nothing waited for"):
@@ -87,8 +90,10 @@ BULK = """
 \tmbarrier.init.shared::cta.b64 [%sm], 1;
 \tfence.mbarrier_init.release.cluster;
 \tmbarrier.arrive.expect_tx.shared::cta.b64 %d0, [%sm], {expected};
-\tcp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%sm+128], [%pa0+{skew}], 256, [%sm];
-\tcp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%sm+384], [%pa0+256], 256, [%sm];
+\tcp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
+\t [%sm+128], [%pa0+{skew}], 256, [%sm];
+\tcp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
+\t [%sm+384], [%pa0+256], 256, [%sm];
 READY:
 \tbar.sync 0;
 WAIT:
@@ -110,20 +115,21 @@ def test_bulk_copy_completes_on_an_mbarrier(seed):
 
 
 BULK_FAULTS = {
-    "no wait": (dict(expected=512, skew=0, wait=""), (InFlightError, RaceError)),
-    "wait for half the bytes": (dict(expected=256, skew=0, wait=WAIT), EmulationError),
-    "wait for more than comes": (dict(expected=528, skew=0, wait=WAIT), DeadlockError),
-    "misaligned source": (dict(expected=512, skew=4, wait=WAIT), MisalignedError),
-    "source past the end": (dict(expected=512, skew=272, wait=WAIT), OutOfBoundsError),
+    "no wait": ((512, 0, ""), (InFlightError, RaceError)),
+    "wait for half the bytes": ((256, 0, WAIT), EmulationError),
+    "wait for more than comes": ((528, 0, WAIT), DeadlockError),
+    "misaligned source": ((512, 4, WAIT), MisalignedError),
+    "source past the end": ((512, 272, WAIT), OutOfBoundsError),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
 @pytest.mark.parametrize("name", BULK_FAULTS)
 def test_bulk_copy_faults(name, seed):
-    arguments, error = BULK_FAULTS[name]
+    (expected, skew, wait), error = BULK_FAULTS[name]
+    code = BULK.format(expected=expected, skew=skew, wait=wait)
     with pytest.raises(error):
-        copy_in(BULK.format(**arguments), np.zeros(128, "u4"), 512, threads=128, seed=seed)
+        copy_in(code, np.zeros(128, "u4"), 512, threads=128, seed=seed)
 
 
 STORE = """

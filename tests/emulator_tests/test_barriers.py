@@ -109,7 +109,8 @@ MISUSES = {
         r"barrier 0: 32 of 64 threads arrived \(warps \[0\]\)",
     ),
     "two different counts": (
-        "\tsetp.eq.u32 %p0, %warp, 1;\n\t@%p0 bra B;\n\tbar.sync 1, 64;\n\tret;\nB:\n\tbar.sync 1, 96;",
+        "\tsetp.eq.u32 %p0, %warp, 1;\n\t@%p0 bra B;\n\tbar.sync 1, 64;\n\tret;\n"
+        "B:\n\tbar.sync 1, 96;",
         BarrierError,
         "different thread counts",
     ),
@@ -143,7 +144,8 @@ MISUSES = {
         "more arrivals than the 5",
     ),
     "an arrival too few": (
-        "\tsetp.eq.u32 %p0, %thread, 0;\n\t@%p0 mbarrier.init.shared.b64 [%sm], 65;\n\tbar.sync 0;\n"
+        "\tsetp.eq.u32 %p0, %thread, 0;\n\t@%p0 mbarrier.init.shared.b64 [%sm], 65;\n"
+        "\tbar.sync 0;\n"
         "\tmbarrier.arrive.shared.b64 %d0, [%sm];\nW:\n"
         "\tmbarrier.try_wait.parity.shared.b64 %p1, [%sm], 0;\n\t@!%p1 bra W;",
         DeadlockError,

@@ -88,7 +88,18 @@ def test_integer_to_float_directed(mode):
     check(f"\tcvt.{mode}.f32.u32 %z0, %a0;", [values], "u4", lambda x: F32.round(Fraction(x), mode))
 
 
-@pytest.mark.parametrize(("kind", "source"), [("u32", "u8"), ("s32", "s8"), ("s64", "s32"), ("u64", "u32"), ("u16", "u32"), ("s32", "s16"), ("u32", "u64")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("u32", "u8"),
+        ("s32", "s8"),
+        ("s64", "s32"),
+        ("u64", "u32"),
+        ("u16", "u32"),
+        ("s32", "s16"),
+        ("u32", "u64"),
+    ],
+)
 def test_integer_widths(kind, source):
     bits, from_bits = int(kind[1:]), int(source[1:])
     values = integers(max(from_bits, 16), COUNT, np.random.default_rng())
@@ -102,7 +113,10 @@ def test_integer_widths(kind, source):
     check(f"\tcvt.{kind}.{source} %z0, %a0;", [values], f"u{bits // 8}", expected)
 
 
-@pytest.mark.parametrize(("kind", "source"), [("s8", "s32"), ("u8", "s32"), ("u16", "s32"), ("s32", "s64"), ("u32", "s64")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [("s8", "s32"), ("u8", "s32"), ("u16", "s32"), ("s32", "s64"), ("u32", "s64")],
+)
 def test_integer_saturation(kind, source):
     bits, from_bits = int(kind[1:]), int(source[1:])
     low, high = (
@@ -117,7 +131,19 @@ def test_integer_saturation(kind, source):
     check(f"\tcvt.sat.{kind}.{source} %z0, %a0;", [values], f"u{max(bits, 16) // 8}", expected)
 
 
-@pytest.mark.parametrize(("to", "source", "mode"), [("f16", "f32", "rn"), ("f16", "f32", "rz"), ("bf16", "f32", "rn"), ("bf16", "f32", "rz"), ("f32", "f64", "rn"), ("f32", "f64", "rz"), ("f32", "f64", "rm"), ("f32", "f64", "rp")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("to", "source", "mode"),
+    [
+        ("f16", "f32", "rn"),
+        ("f16", "f32", "rz"),
+        ("bf16", "f32", "rn"),
+        ("bf16", "f32", "rz"),
+        ("f32", "f64", "rn"),
+        ("f32", "f64", "rz"),
+        ("f32", "f64", "rm"),
+        ("f32", "f64", "rp"),
+    ],
+)
 def test_float_narrowing(to, source, mode):
     fmt = FORMATS[to]
     values = codes(source)

@@ -63,7 +63,7 @@ def saturated(x):
     return min(max(x, -(1 << 31)), (1 << 31) - 1)
 
 
-S32, S64 = (lambda x: signed(x, 32)), (lambda x: signed(x, 64))
+S24, S32, S64 = (lambda x, bits=bits: signed(x % (1 << bits), bits) for bits in (24, 32, 64))
 CASES = {
     "add.u32": ([32, 32], 32, lambda a, b: a + b),
     "add.s64": ([64, 64], 64, lambda a, b: a + b),
@@ -82,7 +82,7 @@ CASES = {
     "mul.wide.s32": ([32, 32], 64, lambda a, b: S32(a) * S32(b)),
     "mul.wide.u16": ([16, 16], 32, lambda a, b: a * b),
     "mul24.lo.u32": ([32, 32], 32, lambda a, b: (a & 0xFFFFFF) * (b & 0xFFFFFF)),
-    "mul24.lo.s32": ([32, 32], 32, lambda a, b: signed(a & 0xFFFFFF, 24) * signed(b & 0xFFFFFF, 24)),
+    "mul24.lo.s32": ([32, 32], 32, lambda a, b: S24(a) * S24(b)),
     "mad.lo.s32": ([32, 32, 32], 32, lambda a, b, c: a * b + c),
     "mad.hi.u32": ([32, 32, 32], 32, lambda a, b, c: (a * b >> 32) + c),
     "mad.wide.s32": ([32, 32, 64], 64, lambda a, b, c: S32(a) * S32(b) + c),
@@ -138,7 +138,9 @@ def test_definition(name):
     check(f"\t{name} %z0, {sources};", widths, out_bits, expected)
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("u32", 32), ("s32", 32), ("u64", 64), ("s64", 64), ("s16", 16)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "bits"), [("u32", 32), ("s32", 32), ("u64", 64), ("s64", 64), ("s16", 16)]
+)
 @pytest.mark.parametrize("op", ["div", "rem"])
 def test_division_truncates(op, kind, bits):
     rng = np.random.default_rng()

@@ -29,11 +29,22 @@ def once(code, *arrays, threads=32, shared=0, writable=True, **options):
     return [memory.contents(a, n)[0] for a, n in zip(addresses, sizes, strict=True)]
 
 
-@pytest.mark.parametrize("qualifiers", [
-    "ld.global", "ld.global.nc", "ld.volatile.global", "ld.relaxed.gpu.global",
-    "ld.acquire.sys.global", "ld.global.nc.L1::no_allocate", "ld.global.L2::128B", "ld.global.ca",
-    "ld.global.cg", "ld.weak.global", "ld",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "qualifiers",
+    [
+        "ld.global",
+        "ld.global.nc",
+        "ld.volatile.global",
+        "ld.relaxed.gpu.global",
+        "ld.acquire.sys.global",
+        "ld.global.nc.L1::no_allocate",
+        "ld.global.L2::128B",
+        "ld.global.ca",
+        "ld.global.cg",
+        "ld.weak.global",
+        "ld",
+    ],
+)
 @pytest.mark.parametrize("vector", [1, 2, 4])
 def test_loads_of_every_kind(qualifiers, vector):
     rng = np.random.default_rng()
@@ -64,7 +75,9 @@ def test_cache_policy_operands():
     np.testing.assert_array_equal(got.view("u4"), data)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("u8", "u1"), ("s8", "i1"), ("u16", "u2"), ("s16", "i2"), ("s32", "i4")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("u8", "u1"), ("s8", "i1"), ("u16", "u2"), ("s16", "i2"), ("s32", "i4")]
+)
 def test_narrow_loads_extend(kind, dtype):
     rng = np.random.default_rng()
     info = np.iinfo(dtype)

@@ -184,7 +184,7 @@ def chain(
                 args,
                 number=number,
                 overlaps_previous=overlap and number > 0,
-            )  # fmt: skip
+            )
         )
     device = Device(memory, seed=seed)
     device.run(specs)
@@ -215,7 +215,7 @@ def test_dependent_launch_that_waits_too_late():
 
 def test_third_launch_is_not_ordered_after_the_first_by_the_second():
     """The second launch does not wait, so waiting for it says nothing of the first."""
-    with pytest.raises(RaceError, match="which launch 0 .* writes"):
+    with pytest.raises(RaceError, match=r"which launch 0 .* writes"):
         three(middle_waits="")
     np.testing.assert_array_equal(three(middle_waits="griddepcontrol.wait;"), np.arange(128) * 2)
 
@@ -243,7 +243,7 @@ def three(middle_waits):
                 args,
                 number=number,
                 overlaps_previous=number > 0,
-            )  # fmt: skip
+            )
         )
     Device(memory).run(specs)
     return memory.contents(out, 512)[0].view("u4")

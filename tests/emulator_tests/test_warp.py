@@ -78,7 +78,9 @@ def test_match():
         assert every[i] == (0xFFFFFFFF if agreed[i] else 0)
 
 
-@pytest.mark.parametrize("name", ["add.u32", "add.s32", "min.s32", "max.u32", "and.b32", "or.b32", "xor.b32"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["add.u32", "add.s32", "min.s32", "max.u32", "and.b32", "or.b32", "xor.b32"]
+)
 def test_redux(name):
     rng = np.random.default_rng()
     value = random_words(rng)

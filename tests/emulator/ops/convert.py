@@ -151,9 +151,9 @@ def _int_to_float(b: Binder, to: PtxType, source: PtxType, rounding: str, flags)
 def _float_to_float(b: Binder, to: PtxType, source: PtxType, rounding: str, flags):
     whole = _INTEGER_ROUNDING.get(rounding)
     narrower = to.bits < source.bits or (to.bits == source.bits and to.name != source.name)
-    if to.bits == 16 and rounding not in ("rn", "") and whole is None:
-        if rounding != "rz" or source.bits != 32:
-            raise b.unknown(f"this cvt.{rounding} is not implemented")
+    directed = to.bits == 16 and rounding not in ("rn", "") and whole is None
+    if directed and (rounding != "rz" or source.bits != 32):
+        raise b.unknown(f"this cvt.{rounding} is not implemented")
     if narrower and not rounding:
         raise b.unknown("a narrowing float cvt needs a rounding")
 

@@ -1,7 +1,7 @@
 """`mma.sync`, `ldmatrix`, `stmatrix`, `movmatrix`.
 
-Fragments follow PTX: with g = lane / 4 and t = lane % 4, register r of A holds row g + 8 (r % 2) and
-the columns from (t + 4 (r / 2)) e on, e being the elements of a register; B likewise with its
+Fragments follow PTX: with g = lane / 4 and t = lane % 4, register r of A holds row g + 8 (r % 2)
+and the columns from (t + 4 (r / 2)) e on, e being the elements of a register; B likewise with its
 column g; C holds row g + 8 (r / 2) and columns 2 t + r % 2.
 """
 

@@ -10,7 +10,8 @@ from ..types import RAW
 _SEMANTICS = ("weak", "volatile", "relaxed", "acquire", "release", "mmio")
 _SCOPES = ("cta", "cluster", "gpu", "sys")
 _CACHE = ("ca", "cg", "cs", "lu", "cv", "wb", "wt")
-_TYPES = tuple(f"{k}{n}" for k in "bus" for n in (8, 16, 32, 64)) + ("f16", "bf16", "f32", "f64")
+_INTEGERS = (f"{k}{n}" for k in "bus" for n in (8, 16, 32, 64))
+_TYPES = (*_INTEGERS, "f16", "bf16", "f32", "f64")
 
 
 def take_space(b: Binder) -> str:
