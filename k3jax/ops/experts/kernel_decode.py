@@ -148,9 +148,17 @@ class DecodeKernel(Kernel):
         return self.inner // CHUNK * CHUNK_BYTES
 
     @property
-    def slot_jobs(self) -> int:
+    def slot_tiles(self) -> int:
         """Down row tiles that share a ring slot."""
         return min(self.slot_bytes // self.down_bytes, 32)
+
+    @property
+    def whole_jobs(self) -> bool:
+        """Whether a down job is all row tiles of the block (one or two) for a unit, or one of them.
+
+        Tiles of a job share the hidden values that the warp holds.
+        """
+        return self.block_down_tiles <= min(2, self.slot_tiles)
 
     @property
     def batch_chunks(self) -> int:
@@ -165,13 +173,13 @@ class DecodeKernel(Kernel):
 
     @property
     def tables_offset(self) -> int:
-        """Shared memory of the unit tables: expert of each unit, then its 8 routes."""
+        """Shared memory of the tables: expert of each unit, its 8 routes; id, weight of a route."""
         return _HEADER_BYTES
 
     @property
     def partials_offset(self) -> int:
         """Shared memory of the partial sums, two sets."""
-        tables = MAX_BLOCK_ROUTES * 4 * (1 + UNIT) if self.groups_itself else 0
+        tables = MAX_BLOCK_ROUTES * 4 * (1 + UNIT + 2) if self.groups_itself else 0
         return self.tables_offset + tables
 
     @property
@@ -214,17 +222,17 @@ class DecodeKernel(Kernel):
             self.init_barriers(shared)
         num_units = Int32(0)
         if cutlass.const_expr(self.groups_itself):
-            num_units = self.group_routes(shared, ids, num_tokens * self.top_k)
+            num_units = self.group_routes(shared, ids, weights, num_tokens * self.top_k)
         else:
             cute.arch.griddepcontrol_wait()
             num_units = ptx.load_global(units)
         cute.arch.sync_threads()
 
-        first_row = block * self.down_tiles // self.num_blocks
-        num_rows = (block + 1) * self.down_tiles // self.num_blocks - first_row
+        first_row = self.first_row(block)
+        num_rows = self.first_row(block + 1) - first_row
         begin = self.cut(block, num_units)
         tiles = self.cut(block + 1, num_units) - begin
-        jobs = num_units * num_rows
+        jobs = num_units if self.whole_jobs else num_units * num_rows
         if warp >= self.warps:
             self.serve(
                 shared,
@@ -269,6 +277,15 @@ class DecodeKernel(Kernel):
         """Barrier: the activation warp has read the partial sums."""
         return shared + Uint32((2 * self.stages + 2 + buffer) * 8)
 
+    def first_row(self, block):
+        """First down tile of a block: the first blocks have one more than the others.
+
+        They therefore have less of gate/up, and the units that the others are still busy with,
+        being the last, are those that they need last.
+        """
+        each, more = divmod(self.down_tiles, self.num_blocks)
+        return block * each + cutlass.min(block, more)
+
     @cute.jit
     def cut(self, block: Int32, num_units: Int32) -> Int32:
         """First gate/up tile of a block.
@@ -276,7 +293,7 @@ class DecodeKernel(Kernel):
         Blocks below `block` hold that share of all bytes, less the bytes of their down tiles.
         """
         both = self.gate_up_tiles * self.slot_bytes + self.down_tiles * self.down_bytes
-        rows = block * self.down_tiles // self.num_blocks
+        rows = self.first_row(block)
         per_unit = Int64(block) * (both // 16) - Int64(rows) * (
             self.num_blocks * self.down_bytes // 16
         )
@@ -305,7 +322,7 @@ class DecodeKernel(Kernel):
         return route
 
     @cute.jit
-    def group_routes(self, shared: Uint32, ids: Int64, num_routes: Int32) -> Int32:
+    def group_routes(self, shared: Uint32, ids: Int64, weights: Int64, num_routes: Int32) -> Int32:
         """Fills the unit tables, units in order of their first route; returns how many there are.
 
         Thread r below 128 stands for route r. Its rank among the routes of its expert tells its
@@ -316,16 +333,18 @@ class DecodeKernel(Kernel):
         lane = thread % 32
         experts = shared + Uint32(self.tables_offset)
         routes = experts + Uint32(MAX_BLOCK_ROUTES * 4)
-        known = shared + Uint32(self.partials_offset)
-        totals = known + Uint32(MAX_BLOCK_ROUTES * 4)
+        known = routes + Uint32(MAX_BLOCK_ROUTES * UNIT * 4)
+        totals = shared + Uint32(self.partials_offset)
         for word in cutlass.range(thread, MAX_BLOCK_ROUTES * UNIT, self.threads):
             ptx.store_shared(routes + Uint32(word * 4), Int32(-1))
-        expert = Int32(-1)
+        expert, weight = Int32(-1), Int32(0)
         if thread < num_routes:
             expert = ptx.load_global(ids + Int64(thread) * 4)
+            weight = ptx.load_global(weights + Int64(thread) * 4)
         valid = Uint32(expert) < Uint32(self.num_experts)
         if thread < MAX_BLOCK_ROUTES:
             ptx.store_shared(known + Uint32(thread * 4), expert)
+            ptx.store_shared(known + Uint32((MAX_BLOCK_ROUTES + thread) * 4), weight)
         cute.arch.sync_threads()
 
         rank = Int32(0)
@@ -379,7 +398,10 @@ class DecodeKernel(Kernel):
         begin, tiles, first_row, num_rows, jobs = share
         lane = cute.arch.lane_idx()
         policy = ptx.evict_first_policy()
-        num_stages = tiles + (jobs + self.slot_jobs - 1) // self.slot_jobs
+        slot_jobs = self.jobs_of_slot(num_rows)
+        num_stages = tiles + (jobs + slot_jobs - 1) // slot_jobs
+        if num_rows == 0:
+            num_stages = tiles
         copies = (units, gate_up, down, begin, tiles, first_row, num_rows, jobs, policy)
         unit, expert = Int32(-1), Int32(0)
         if buffer == 0:
@@ -410,6 +432,10 @@ class DecodeKernel(Kernel):
                 ptx.barrier_wait(self.empty(shared, stage % self.stages), parity)
                 unit, expert = self.copy_stage(shared, copies, stage, unit, expert)
 
+    def jobs_of_slot(self, num_rows):
+        """Down jobs that share a ring slot."""
+        return self.slot_tiles // cutlass.max(num_rows, 1) if self.whole_jobs else self.slot_tiles
+
     @cute.jit
     def copy_stage(self, shared, copies, stage, unit, expert):
         """Starts the copies of a stage: a gate/up tile, or down tiles, one a lane.
@@ -431,16 +457,20 @@ class DecodeKernel(Kernel):
                 source = gate_up + row * self.slot_bytes
                 ptx.bulk_copy(target, source, Int32(self.slot_bytes), full, policy)
         else:
-            job = (stage - tiles) * self.slot_jobs + lane
-            count = cutlass.min(jobs - (job - lane), self.slot_jobs)
+            slot_jobs = self.jobs_of_slot(num_rows)
+            job = (stage - tiles) * slot_jobs + lane
+            count = cutlass.min(jobs - (job - lane), slot_jobs)
+            now, row, num_bytes = job, first_row, num_rows * self.down_bytes
+            if cutlass.const_expr(not self.whole_jobs):
+                now, row = job // num_rows, first_row + job % num_rows
+                num_bytes = Int32(self.down_bytes)
             if lane == 0:
-                ptx.barrier_expect(full, count * self.down_bytes)
+                ptx.barrier_expect(full, count * num_bytes)
             cute.arch.sync_warp()
             if lane < count:
-                row = Int64(self.expert_of(shared, units, job // num_rows)) * self.down_tiles
-                source = down + (row + first_row + job % num_rows) * self.down_bytes
-                target = target + Uint32(lane * self.down_bytes)
-                ptx.bulk_copy(target, source, Int32(self.down_bytes), full, policy)
+                tile = Int64(self.expert_of(shared, units, now)) * self.down_tiles + row
+                target = target + Uint32(lane * num_bytes)
+                ptx.bulk_copy(target, down + tile * self.down_bytes, num_bytes, full, policy)
         return unit, expert
 
     @cute.jit
@@ -508,33 +538,45 @@ class DecodeKernel(Kernel):
         lane = cute.arch.lane_idx()
         cute.arch.griddepcontrol_wait()
         columns = self.zeros(self.batch_chunks * 8, Uint32)
+        slot_jobs, rows = self.jobs_of_slot(num_rows), num_rows
+        if cutlass.const_expr(not self.whole_jobs):
+            rows = Int32(1)
         job, route, source = warp, Int32(-1), hidden
+        if num_rows == 0:
+            jobs = Int32(0)
         if job < jobs:
-            route, source = self.find_hidden(shared, units, hidden, job // num_rows, lane)
+            route, source = self.find_hidden(shared, units, hidden, job, num_rows)
             self.load_hidden(columns, source, route)
-        for first in cutlass.range(0, jobs, self.slot_jobs):
-            last = cutlass.min(jobs, first + self.slot_jobs)
+        for first in cutlass.range(0, jobs, slot_jobs):
+            last = cutlass.min(jobs, first + slot_jobs)
             ptx.barrier_wait(self.full(shared, slot), phase)
             for current in cutlass.range(job, last, self.warps):
-                offset = slot * self.slot_bytes + (current - first) * self.down_bytes
+                offset = slot * self.slot_bytes + (current - first) * (rows * self.down_bytes)
                 weights = shared + Uint32(self.ring_offset + offset)
                 job = current + self.warps
                 next_route, next_source = Int32(-1), source
                 if job < jobs:
-                    next_route, next_source = self.find_hidden(
-                        shared, units, hidden, job // num_rows, lane
-                    )
-                sums = self.zeros(8, Float32)  # two chains: even and odd instructions
+                    next_route, next_source = self.find_hidden(shared, units, hidden, job, num_rows)
+                sums = self.zeros(8, Float32)
+                more = self.zeros(8, Float32)
                 for batch in cutlass.range(self.batches):
                     self.await_hidden(columns, source, route)
                     self.multiply_batch(weights, columns, sums)
+                    if cutlass.const_expr(self.whole_jobs):
+                        if rows == 2:
+                            self.multiply_batch(weights + Uint32(self.down_bytes), columns, more)
                     weights = weights + Uint32(self.batch_chunks * CHUNK_BYTES)
                     source = source + self.batch_chunks * 2 * CHUNK
                     following = route
                     if batch == self.batches - 1:
                         source, following = next_source, next_route
                     self.load_hidden(columns, source, following)
-                self.store_sums(shared, out, sums, route, current % num_rows, first_row)
+                row = Int32(0)
+                if cutlass.const_expr(not self.whole_jobs):
+                    row = current % num_rows
+                self.store_sums(shared, out, sums, route, row, first_row)
+                if rows == 2:
+                    self.store_sums(shared, out, more, route, row + 1, first_row)
                 route = next_route
             cute.arch.sync_warp()
             if lane == 0:
@@ -587,8 +629,11 @@ class DecodeKernel(Kernel):
             ptx.store_shared_float(column + Uint32(offset), sums[value] + sums[value + 4])
 
     @cute.jit
-    def find_hidden(self, shared, units, hidden, unit, lane):
-        """This lane's route of a unit, and where its hidden values begin."""
+    def find_hidden(self, shared, units, hidden, job, num_rows):
+        """This lane's route of a job's unit, and where its hidden values begin."""
+        unit, lane = job, cute.arch.lane_idx()
+        if cutlass.const_expr(not self.whole_jobs):
+            unit = job // num_rows
         route = self.route_of(shared, units, unit, lane // 4)
         return route, hidden + Int64(route) * (2 * self.inner) + (lane % 4) * 32
 
@@ -659,8 +704,7 @@ class DecodeKernel(Kernel):
             low, high = Float32(0.0), Float32(0.0)
             for slot in cutlass.range_constexpr(self.top_k):
                 route = token * self.top_k + slot
-                expert = ptx.load_global(ids + Int64(route) * 4)
-                weight = ptx.load_global_float(weights + Int64(route) * 4)
+                expert, weight = self.chosen(shared, ids, weights, route)
                 place = route * (self.block_down_tiles * 2 * ROW_TILE) + word * 4
                 pair = Uint32(ptx.load_shared(shared + Uint32(self.rows_offset + place)))
                 if Uint32(expert) < Uint32(self.num_experts):
@@ -668,6 +712,19 @@ class DecodeKernel(Kernel):
                     high = ptx.fused(weight, ptx.high_float(pair), high)
             place = (Int64(token) * self.latent + first_row * ROW_TILE) * 2 + word * 4
             ptx.store_global(out + place, ptx.round_pair(low, high))
+
+    @cute.jit
+    def chosen(self, shared: Uint32, ids: Int64, weights: Int64, route: Int32):
+        """Expert and weight of a route."""
+        expert, weight = Int32(0), Float32(0.0)
+        if cutlass.const_expr(self.groups_itself):
+            kept = shared + Uint32(self.tables_offset + MAX_BLOCK_ROUTES * 4 * (1 + UNIT))
+            expert = ptx.load_shared(kept + Uint32(route * 4))
+            weight = ptx.load_shared_float(kept + Uint32((MAX_BLOCK_ROUTES + route) * 4))
+        else:
+            expert = ptx.load_global(ids + Int64(route) * 4)
+            weight = ptx.load_global_float(weights + Int64(route) * 4)
+        return expert, weight
 
     @cute.jit
     def clear_dropped(self, ids, out, first_row, num_rows, num_tokens):
@@ -754,3 +811,20 @@ def _multiply_chunk(words, factors, scales, columns, first, sums, chunk):
         done = ptx.multiply_add(a, b, [sums[chain + value] for value in range(4)])
         for value in range(4):
             sums[chain + value] = done[value]
+
+
+REPRESENTATIVES = {
+    f"decode, up to {max_tokens} tokens, TP={3072 // inner}": DecodeKernel(
+        num_experts=896,
+        latent=3584,
+        inner=inner,
+        top_k=16,
+        max_tokens=max_tokens,
+        num_blocks=132,
+        stages=stages,
+        beta=4.0,
+        linear_beta=25.0,
+        weighted=max_tokens <= 64,
+    )
+    for max_tokens, inner, stages in ((8, 384, 6), (8, 192, 6), (64, 384, 4), (128, 384, 7))
+}

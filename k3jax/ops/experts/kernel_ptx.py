@@ -82,6 +82,11 @@ def load_shared_half(address: Uint32) -> Uint32:
     )
 
 
+def load_shared_float(address: Uint32) -> Float32:
+    """One float32."""
+    return _ptx("ld.shared.f32 {$w0}, [{$r0}];", [Float32], address)
+
+
 def load_shared_floats(address: Uint32):
     """Two float32."""
     return _ptx("ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];", [Float32] * 2, address)
