@@ -28,10 +28,7 @@ def float32_layer(params: MoEParams, x: jax.Array, config: MoEConfig) -> jax.Arr
 
     def route(pair):
         row, index, weight = pair
-        w1, w3, w2 = (
-            matrix[index].dequantize(jnp.float32)
-            for matrix in (params.experts.w1, params.experts.w3, params.experts.w2)
-        )
+        w1, w3, w2 = (matrix.dequantize(jnp.float32) for matrix in params.experts.expert(index))
         hidden = situ_glu(_times(row[None], w1), _times(row[None], w3), *betas)
         return weight * _times(hidden, w2)[0]
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from k3jax.config import MoEConfig
 from k3jax.ops.experts.api import routed_experts
+from k3jax.ops.experts.packing import PackedExperts, check_layout, packed_infos
 from k3jax.ops.router.api import route
 from k3jax.ops.shared_expert.reference import shared_expert
 from k3jax.ops.tail.api import latent_tail
@@ -60,7 +61,11 @@ def moe_layer(
         TypeError: a dtype is wrong.
         ValueError: a shape, the mesh, or the plan does not fit.
     """
-    check_params(params, config)
+    tp = parallel.tp if parallel else 1
+    packed = packed_infos(config, tp) if isinstance(params.experts, PackedExperts) else None
+    if packed:
+        check_layout(params.experts, config.expert_intermediate_size // tp)
+    check_params(params, config, packed)
     if x.ndim < 2:
         raise ValueError(f"x has shape {x.shape}, want [T, {config.hidden_size}]")
     _check("x", x, jnp.bfloat16, (*x.shape[:-1], config.hidden_size))
@@ -78,13 +83,13 @@ def moe_layer(
             _check(name, array, dtype, batch + rest)
             flat[name] = array.reshape(-1, *rest)
     num_tokens = flat["x"].shape[0]
-    plan = _resolve_plan(plan, config, num_tokens, parallel, output)
+    plan = _resolve_plan(plan, config, num_tokens, parallel, output, packed is not None)
 
     tokens = parallel.tokens_spec if parallel else P
     specs = {name: tokens() if name == "token_mask" else tokens(None) for name in flat}
     out_spec = tokens(parallel.axis if parallel and output == "scattered" else None)
     local = functools.partial(_moe_local, config=config, plan=plan)
-    weights = param_specs(config, parallel.axis) if parallel else None
+    weights = param_specs(config, parallel.axis, packed) if parallel else None
     y = run_sharded(local, parallel, (weights, specs), out_spec, params, flat)
     return y.reshape(*batch, config.hidden_size)
 
@@ -109,7 +114,16 @@ def _moe_local(
         z = _linear(x, params.routed_expert_down_proj)
     if mask is not None:
         ids = jnp.where(mask[:, None], ids, -1)
-    m = routed_experts(z, ids, weights, params.experts, config=config, tier=plan.experts.tier)
+    m = routed_experts(
+        z,
+        ids,
+        weights,
+        params.experts,
+        config=config,
+        tier=plan.experts.tier,
+        tp=group.size,
+        target=plan.target,
+    )
     shared = None
     if params.shared_experts is not None:
         betas = (config.situ_beta, config.situ_linear_beta)
@@ -132,7 +146,7 @@ def _linear(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _resolve_plan(
-    plan, config, num_tokens: int, parallel: Parallel | None, output: str
+    plan, config, num_tokens: int, parallel: Parallel | None, output: str, packed: bool
 ) -> LayerPlan:
     tp = parallel.tp if parallel else 1
     shards = parallel.token_shards if parallel else 1
@@ -142,11 +156,12 @@ def _resolve_plan(
             f"{shards} ways; pad the batch and pass token_mask"
         )
     if plan is None:
-        plan = plan_layer(config, num_tokens // shards, tp=tp, output=output)
+        plan = plan_layer(config, num_tokens // shards, tp=tp, output=output, packed=packed)
     for name, got, want in (
         ("num_tokens", plan.num_tokens, num_tokens // shards),
         ("tp", plan.tp, tp),
         ("output", plan.output, output),
+        ("packed", plan.packed, packed),
     ):
         if got != want:
             raise ValueError(f"plan is for {name}={got}, this call has {want}; plan it anew")

@@ -33,6 +33,10 @@ class ExpertParams:
     w3: Mxfp4Array
     w2: Mxfp4Array
 
+    def expert(self, index) -> tuple[Mxfp4Array, Mxfp4Array, Mxfp4Array]:
+        """w1, w3 and w2 of one expert."""
+        return self.w1[index], self.w3[index], self.w2[index]
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class MoEParams:
     Attributes:
         gate: the router.
         routed_expert_down_proj: bfloat16 [L, H], into the latent.
-        experts: the routed experts.
+        experts: the routed experts, `ExpertParams` or `ops.experts.packing.PackedExperts`.
         routed_expert_norm: bfloat16 [L], or None if the config has no latent norm.
         routed_expert_up_proj: bfloat16 [H, L], out of the latent.
         shared_experts: the shared expert, or None.
@@ -60,7 +64,7 @@ class MoEParams:
 
     gate: GateParams
     routed_expert_down_proj: Leaf
-    experts: ExpertParams
+    experts: Any
     routed_expert_norm: Leaf | None
     routed_expert_up_proj: Leaf
     shared_experts: SharedExpertParams | None
@@ -93,8 +97,13 @@ class ParamInfo:
         return P(*self.axes(axis_name))
 
 
-def param_infos(config: MoEConfig) -> MoEParams:
-    """A pytree like `MoEParams` whose leaves are the `ParamInfo` of each array."""
+def param_infos(config: MoEConfig, experts: Any = None) -> MoEParams:
+    """A pytree like `MoEParams` whose leaves are the `ParamInfo` of each array.
+
+    Args:
+        config: the layer.
+        experts: infos of the experts where they are not in the checkpoint's order.
+    """
     H, L, E = config.hidden_size, config.latent_size, config.num_experts
     I, S = config.expert_intermediate_size, config.shared_intermediate_size  # noqa: E741
 
@@ -119,7 +128,8 @@ def param_infos(config: MoEConfig) -> MoEParams:
             dense("gate.weight", E, H), ParamInfo("gate.e_score_correction_bias", (E,), jnp.float32)
         ),
         routed_expert_down_proj=dense("routed_expert_down_proj", L, H),
-        experts=ExpertParams(
+        experts=experts
+        or ExpertParams(
             w1=mxfp4("experts.w1", E, I, L, sharded=1),
             w3=mxfp4("experts.w3", E, I, L, sharded=1),
             w2=mxfp4("experts.w2", E, L, I, sharded=2),
@@ -130,9 +140,11 @@ def param_infos(config: MoEConfig) -> MoEParams:
     )
 
 
-def map_infos(function: Callable[..., Any], config: MoEConfig, *trees: MoEParams) -> MoEParams:
-    """`jax.tree.map` over the infos of `config` and further pytrees of the same structure."""
-    return jax.tree.map(function, param_infos(config), *trees)
+def map_infos(
+    function: Callable[..., Any], config: MoEConfig, *trees: MoEParams, experts: Any = None
+) -> MoEParams:
+    """`jax.tree.map` over `param_infos` and further pytrees of the same structure."""
+    return jax.tree.map(function, param_infos(config, experts), *trees)
 
 
 def iter_infos(config: MoEConfig) -> Iterator[ParamInfo]:
@@ -140,18 +152,20 @@ def iter_infos(config: MoEConfig) -> Iterator[ParamInfo]:
     return iter(jax.tree.leaves(param_infos(config)))
 
 
-def param_specs(config: MoEConfig, axis_name: str) -> MoEParams:
+def param_specs(config: MoEConfig, axis_name: str, experts: Any = None) -> MoEParams:
     """PartitionSpec of each array, for tensor parallelism on mesh axis `axis_name`.
 
     Expert and shared gate/up are split by rows, expert and shared down by columns (whole MXFP4
-    groups); router, latent projections and norm are replicated.
+    groups); router, latent projections and norm are replicated. `experts` as in `param_infos`.
     """
-    return map_infos(lambda info: info.spec(axis_name), config)
+    return map_infos(lambda info: info.spec(axis_name), config, experts=experts)
 
 
-def abstract_params(config: MoEConfig) -> MoEParams:
-    """The `jax.ShapeDtypeStruct` of each array."""
-    return map_infos(lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype), config)
+def abstract_params(config: MoEConfig, experts: Any = None) -> MoEParams:
+    """The `jax.ShapeDtypeStruct` of each array; `experts` as in `param_infos`."""
+    return map_infos(
+        lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype), config, experts=experts
+    )
 
 
 def init_params(config: MoEConfig, key: jax.Array) -> MoEParams:
@@ -204,9 +218,9 @@ def _init(node: ParamInfo | Mxfp4Array, key: jax.Array) -> jax.Array | Mxfp4Arra
     return (draw / node.shape[-1] ** 0.5).astype(node.dtype)
 
 
-def check_params(params: MoEParams, config: MoEConfig) -> None:
-    """Raises TypeError or ValueError, naming the array, unless `params` fits `config`."""
-    want = jax.tree.structure(param_infos(config))
+def check_params(params: MoEParams, config: MoEConfig, experts: Any = None) -> None:
+    """Raises TypeError or ValueError, naming the array, unless `params` fits `param_infos`."""
+    want = jax.tree.structure(param_infos(config, experts))
     got = jax.tree.structure(params)
     if got != want:
         raise ValueError(
@@ -225,4 +239,4 @@ def check_params(params: MoEParams, config: MoEConfig) -> None:
         if array.shape != info.shape:
             raise ValueError(f"params.{info.name} has shape {array.shape}, want {info.shape}")
 
-    map_infos(check, config, params)
+    map_infos(check, config, params, experts=experts)

@@ -7,6 +7,7 @@ from enum import StrEnum
 from k3jax.config import MoEConfig
 from k3jax.ops.check import distrust
 from k3jax.ops.experts.api import ExpertsTier
+from k3jax.ops.experts.decode import refusal as experts_refusal
 from k3jax.ops.router.api import RouterTier
 from k3jax.ops.router.api import kernel_refusal as router_refusal
 from k3jax.ops.tail.api import TailTier
@@ -38,6 +39,7 @@ class LayerPlan:
         tp: ranks that split the weights.
         target: device that the plan is for.
         output: "replicated" or "scattered".
+        packed: whether the experts are in kernel order.
         router: tier of the router.
         experts: tier of the routed experts.
         tail: tier of the latent tail.
@@ -47,6 +49,7 @@ class LayerPlan:
     tp: int
     target: Target
     output: str
+    packed: bool
     router: Choice[RouterTier]
     experts: Choice[ExpertsTier]
     tail: Choice[TailTier]
@@ -69,6 +72,7 @@ def plan_layer(
     tp: int = 1,
     target: Target | str | None = None,
     output: str = "replicated",
+    packed: bool = False,
     overlap_limit: int = DEFAULT_OVERLAP_LIMIT,
     router: RouterTier | str | None = None,
     experts: ExpertsTier | str | None = None,
@@ -82,6 +86,7 @@ def plan_layer(
         tp: tensor-parallel size.
         target: device, or its kind ("cpu", "h200", "b200"); the current one if None.
         output: "replicated" for [T, H] on every rank, "scattered" for [T, H / tp].
+        packed: whether the experts are in kernel order (`pack_params`), as their kernels need.
         overlap_limit: most tokens for ALLREDUCE_OVERLAP.
         router: force this tier.
         experts: force this tier.
@@ -102,8 +107,11 @@ def plan_layer(
         tp,
         target,
         output,
+        packed,
         router=_choose("router", RouterTier, _router_table(config, target), router),
-        experts=_choose("experts", ExpertsTier, _experts_table(), experts),
+        experts=_choose(
+            "experts", ExpertsTier, _experts_table(config, num_tokens, tp, target, packed), experts
+        ),
         tail=_choose(
             "tail", TailTier, _tail_table(config, num_tokens, tp, output, overlap_limit), tail
         ),
@@ -138,8 +146,14 @@ def _router_table(config: MoEConfig, target: Target) -> list[_Row[RouterTier]]:
     ]
 
 
-def _experts_table() -> list[_Row[ExpertsTier]]:
+def _experts_table(
+    config: MoEConfig, num_tokens: int, tp: int, target: Target, packed: bool
+) -> list[_Row[ExpertsTier]]:
+    refusal = experts_refusal(config, num_tokens, tp, target)
+    if not (refusal or packed):
+        refusal = "the experts are in the checkpoint's order: pack them with k3jax.pack_params"
     return [
+        _Row(ExpertsTier.DECODE, f"compiled for {target.arch}", refusal),
         _Row(ExpertsTier.XLA, "runs everywhere"),
         _Row(ExpertsTier.REFERENCE, "", passed_over="slow; take it by name for gradients"),
         _Row(ExpertsTier.W4A8, "", passed_over="other numbers; take it by name"),
@@ -167,7 +181,12 @@ def _tail_table(
         _Row(TailTier.TAIL_FUSION, "fused kernels", fused or "not built"),
         _Row(TailTier.ALLREDUCE_OVERLAP, within, merged, None if overlaps else past),
         _Row(TailTier.COLUMN_PARALLEL, past, merged, within if overlaps else None),
-        _Row(TailTier.UNFUSED, merged or "", None, None if merged else "slower than the tiers before it"),
+        _Row(
+            TailTier.UNFUSED,
+            merged or "",
+            None,
+            None if merged else "slower than the tiers before it",
+        ),
     ]
 
 

@@ -32,7 +32,7 @@ class LayerParams:
         moe: the MoE block.
     """
 
-    post_attention_layernorm: jax.Array
+    post_attention_layernorm: jax.Array | P
     moe: MoEParams
 
 

@@ -6,20 +6,25 @@ from enum import StrEnum
 import jax
 
 from k3jax.config import MoEConfig
-from k3jax.ops.experts import reference, xla
+from k3jax.ops.experts import decode, reference, xla
+from k3jax.ops.experts.packing import PackedExperts
 from k3jax.ops.gradient import without_gradient
 from k3jax.params import ExpertParams
+from k3jax.runtime.ffi import platform_choice
+from k3jax.runtime.target import Target
 
 
 class ExpertsTier(StrEnum):
     """How the routed experts are computed.
 
     Attributes:
+        DECODE: one custom call for small batches, on experts in kernel order.
         XLA: sort by expert, then dequantise and multiply the experts that were chosen.
         REFERENCE: one route at a time; slow, differentiable in z and the weights.
         W4A8: other numbers, by request only: activations rounded to MXFP8 in front of each product.
     """
 
+    DECODE = "decode"
     XLA = "xla"
     REFERENCE = "reference"
     W4A8 = "w4a8"
@@ -37,10 +42,12 @@ def routed_experts(
     z: jax.Array,
     ids: jax.Array,
     weights: jax.Array,
-    params: ExpertParams,
+    params: ExpertParams | PackedExperts,
     *,
     config: MoEConfig,
     tier: ExpertsTier,
+    tp: int = 1,
+    target: Target | None = None,
 ) -> jax.Array:
     """sum_k weights[:, k] * expert_{ids[:, k]}(z): bfloat16 [T, L]; one rank's partial under TP.
 
@@ -51,10 +58,19 @@ def routed_experts(
         z: bfloat16 [T, L].
         ids: int32 [T, K]; -1 is dropped.
         weights: float32 [T, K].
-        params: MXFP4 experts, w1 and w3 [E, I, L], w2 [E, L, I].
+        params: MXFP4 experts, w1 and w3 [E, I, L], w2 [E, L, I], in either order; the decode tier
+            needs kernel order.
         config: betas of SiTU.
-        tier: implementation.
+        tier: implementation; the decode tier is the XLA tier anywhere but on CUDA.
+        tp: ranks that split the experts.
+        target: device that kernels are compiled for.
     """
+    if tier == ExpertsTier.DECODE:
+        kernel = functools.partial(
+            decode.routed_experts, config=config, tp=tp, target=target or Target.current()
+        )
+        plain = functools.partial(routed_experts, config=config, tier=ExpertsTier.XLA)
+        return platform_choice(kernel, plain)(z, ids, weights, params)
     betas = (config.situ_beta, config.situ_linear_beta)
     compute = _ROWS[tier]
     if tier not in _DIFFERENTIABLE:

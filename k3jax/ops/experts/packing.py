@@ -18,19 +18,21 @@ Tile rows: tile n of gate/up holds gate rows 8n .. 8n + 7 as rows 0 .. 7 and the
 rows 8 .. 15; tile n of down holds row 16n + 2g as row g and row 16n + 2g + 1 as row g + 8.
 """
 
-from dataclasses import dataclass, field
+import dataclasses
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from k3jax.config import MXFP4_GROUP_SIZE
-from k3jax.params import ExpertParams
-from k3jax.quant.mxfp4 import Mxfp4Array
+from k3jax.config import MXFP4_GROUP_SIZE, MoEConfig
+from k3jax.parallel import Parallel, RankGroup, run_sharded
+from k3jax.params import ExpertParams, MoEParams, ParamInfo, param_specs
+from k3jax.quant.mxfp4 import Leaf, Mxfp4Array
 
-LAYOUT = "k3jax-m16k64-v1"
-"""Tag of the order described above; a change of the order changes the tag."""
+ORDER = "k3jax-m16k64-v1"
+"""Name of the order described above; a change of the order changes the name."""
 
 ROW_TILE = 16
 CHUNK = 64
@@ -44,7 +46,11 @@ _ELEMENT_BYTES = ROW_TILE * CHUNK // 2
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PackedExperts:
-    """The routed experts of one rank in kernel order.
+    """The routed experts in kernel order.
+
+    I is one rank's share of the intermediate size in the shapes of one rank, and the whole of it
+    in those of all ranks: gate_up is split over ranks on its second axis, down on its last. Down is
+    cut into groups within a rank's share, so the order belongs to that share, and the tag names it.
 
     Attributes:
         gate_up: uint8 [E, I / 8, L / 64 * 544].
@@ -52,15 +58,80 @@ class PackedExperts:
         layout: tag of the byte order, part of the pytree's structure.
     """
 
-    gate_up: jax.Array
-    down: jax.Array
-    layout: str = field(default=LAYOUT, metadata={"static": True})
+    gate_up: Leaf
+    down: Leaf
+    layout: str = dataclasses.field(metadata={"static": True})
+
+    def expert(self, index) -> tuple[Mxfp4Array, Mxfp4Array, Mxfp4Array]:
+        """w1 [I, L], w3 [I, L] and w2 [L, I] of one expert, on one rank's share."""
+        tiles, latent = self.gate_up.shape[1], self.down.shape[1] * ROW_TILE
+        gate_up = jax.tree.map(lambda a: a.reshape(tiles, 2, 8, -1), _unpack(self.gate_up[index]))
+        w1, w3 = (
+            jax.tree.map(lambda a, half=half: a[:, half].reshape(8 * tiles, -1), gate_up)
+            for half in (0, 1)
+        )
+        w2 = jax.tree.map(
+            lambda a: a.reshape(-1, 2, 8, a.shape[-1]).swapaxes(1, 2).reshape(latent, -1),
+            _unpack(self.down[index]),
+        )
+        return w1, w3, w2
+
+
+def layout_tag(inner: int) -> str:
+    """The tag of experts that are packed for ranks with `inner` columns each."""
+    return f"{ORDER}-i{inner}"
+
+
+def packed_infos(config: MoEConfig, tp: int) -> PackedExperts:
+    """The `ParamInfo` of each array of all ranks, for `tp` ranks."""
+    E, L, inner = config.num_experts, config.latent_size, config.expert_intermediate_size
+    gate_up = (E, inner // 8, L // CHUNK * CHUNK_BYTES)
+    down = (E, L // ROW_TILE, inner // CHUNK * CHUNK_BYTES)
+    return PackedExperts(
+        ParamInfo("experts.gate_up", gate_up, jnp.uint8, 1),
+        ParamInfo("experts.down", down, jnp.uint8, 2),
+        layout_tag(inner // tp),
+    )
 
 
 def chunk_groups(num_chunks: int) -> tuple[int, ...]:
     """Chunks of each group of a row tile: fours, then a two, then a one."""
     whole, rest = divmod(num_chunks, GROUP_CHUNKS)
     return (GROUP_CHUNKS,) * whole + tuple(size for size in (2, 1) if rest & size)
+
+
+def pack_params(
+    params: MoEParams, config: MoEConfig, parallel: Parallel | None = None
+) -> MoEParams:
+    """`params` with the routed experts in kernel order, for the ranks of `parallel`.
+
+    Each device packs its own share. Input and output exist at once; drop the input to free it.
+
+    Raises:
+        ValueError: a rank's share does not fit the order.
+    """
+    tp = parallel.tp if parallel else 1
+    infos = packed_infos(config, tp)
+
+    def pack(group: RankGroup, experts: ExpertParams) -> PackedExperts:
+        del group
+        return pack_experts(experts)
+
+    specs = outputs = None
+    if parallel:
+        specs = param_specs(config, parallel.axis).experts
+        outputs = jax.tree.map(lambda info: info.spec(parallel.axis), infos)
+    run = jax.jit(lambda experts: run_sharded(pack, parallel, (specs,), outputs, experts))
+    return dataclasses.replace(params, experts=run(params.experts))
+
+
+def check_layout(packed: PackedExperts, inner: int) -> None:
+    """Raises ValueError unless the tag is that of ranks with `inner` columns each."""
+    if packed.layout != layout_tag(inner):
+        raise ValueError(
+            f"experts have layout {packed.layout!r}, want {layout_tag(inner)!r}: they were packed "
+            "for another number of ranks or by another version; pack the checkpoint's order again"
+        )
 
 
 def check_packed(packed: PackedExperts, num_experts: int, latent: int, inner: int) -> None:
@@ -81,11 +152,7 @@ def check_packed(packed: PackedExperts, num_experts: int, latent: int, inner: in
             f"experts are {type(packed).__name__}; the kernels read PackedExperts: convert once "
             "with k3jax.ops.experts.packing.pack_experts"
         )
-    if packed.layout != LAYOUT:
-        raise ValueError(
-            f"experts have layout {packed.layout!r}, this version reads {LAYOUT!r}: unpack them "
-            "with the version that packed them and pack again"
-        )
+    check_layout(packed, inner)
     wanted = {
         "gate_up": (num_experts, inner // 8, latent // CHUNK * CHUNK_BYTES),
         "down": (num_experts, latent // ROW_TILE, inner // CHUNK * CHUNK_BYTES),
@@ -120,27 +187,15 @@ def pack_experts(params: ExpertParams) -> PackedExperts:
         w1, w3, w2 = params.w1[index], params.w3[index], params.w2[index]
         return _pack(_gate_up_tiles(w1, w3)), _pack(_down_tiles(w2))
 
-    return PackedExperts(*lax.map(one, jnp.arange(num_experts)))
+    gate_up, down = lax.map(one, jnp.arange(num_experts))
+    return PackedExperts(gate_up, down, layout_tag(inner))
 
 
 def unpack_experts(packed: PackedExperts) -> ExpertParams:
     """The inverse of `pack_experts`: the checkpoint's bytes."""
     num_experts, tiles, _ = packed.gate_up.shape
-    latent = packed.down.shape[1] * ROW_TILE
-    check_packed(packed, num_experts, latent, tiles * 8)
-
-    def one(index):
-        gate_up, down = _unpack(packed.gate_up[index]), _unpack(packed.down[index])
-        gate_up = jax.tree.map(lambda a: a.reshape(tiles, 2, 8, -1), gate_up)
-        w1, w3 = (
-            jax.tree.map(lambda a, i=i: a[:, i].reshape(8 * tiles, -1), gate_up) for i in (0, 1)
-        )
-        down = jax.tree.map(
-            lambda a: a.reshape(-1, 2, 8, a.shape[-1]).swapaxes(1, 2).reshape(latent, -1), down
-        )
-        return ExpertParams(w1, w3, down)
-
-    return lax.map(one, jnp.arange(num_experts))
+    check_packed(packed, num_experts, packed.down.shape[1] * ROW_TILE, tiles * 8)
+    return ExpertParams(*lax.map(packed.expert, jnp.arange(num_experts)))
 
 
 def _gate_up_tiles(w1: Mxfp4Array, w3: Mxfp4Array) -> Mxfp4Array:
@@ -199,7 +254,8 @@ def _bit_of(element: int) -> tuple[int, int, int, int]:
     """Where bits 0 (mantissa), 1, 2 (exponent), 3 (sign) of an element's code stand in its word."""
     pair, high = divmod(element, 2)
     bits = np.array([4, 0, 1, 3]) if pair == 3 else np.array([6, 7, 8, 15]) + 3 * pair
-    return tuple(int(bit) for bit in (bits + 16 * high) % 32)
+    mantissa, low, middle, sign = ((bits + 16 * high) % 32).tolist()
+    return mantissa, low, middle, sign
 
 
 _BITS = tuple(_bit_of(element) for element in range(8))

@@ -18,10 +18,11 @@ def expert(z: jax.Array, params: ExpertParams, index, betas) -> jax.Array:
     with r() rounding to bfloat16 and every sum in float32.
     """
 
-    gate = _linear(z, params.w1[index]).astype(jnp.bfloat16)
-    up = _linear(z, params.w3[index]).astype(jnp.bfloat16)
+    w1, w3, w2 = params.expert(index)
+    gate = _linear(z, w1).astype(jnp.bfloat16)
+    up = _linear(z, w3).astype(jnp.bfloat16)
     hidden = situ_glu(gate, up, *betas).astype(jnp.bfloat16)
-    return _linear(hidden, params.w2[index]).astype(jnp.bfloat16)
+    return _linear(hidden, w2).astype(jnp.bfloat16)
 
 
 def expert_w4a8(z: jax.Array, params: ExpertParams, index, betas) -> jax.Array:
@@ -33,10 +34,10 @@ def expert_w4a8(z: jax.Array, params: ExpertParams, index, betas) -> jax.Array:
     activation in float32. Every MXFP8 and MXFP4 value is a bfloat16, so the products are those of a
     block-scaled MXFP8 by MXFP4 matrix instruction; only the order of the float32 sums differs.
     """
+    w1, w3, w2 = params.expert(index)
     z = mxfp8.quantize(z).dequantize()
-    gate, up = _linear(z, params.w1[index]), _linear(z, params.w3[index])
-    hidden = mxfp8.quantize(situ_glu(gate, up, *betas)).dequantize()
-    return _linear(hidden, params.w2[index]).astype(jnp.bfloat16)
+    hidden = mxfp8.quantize(situ_glu(_linear(z, w1), _linear(z, w3), *betas)).dequantize()
+    return _linear(hidden, w2).astype(jnp.bfloat16)
 
 
 def _linear(rows: jax.Array, matrix: Mxfp4Array) -> jax.Array:

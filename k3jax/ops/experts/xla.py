@@ -23,10 +23,11 @@ def rows(
 ) -> jax.Array:
     """Same contract as `reference.rows`."""
     num_tokens, top_k = ids.shape
-    num_experts = params.w1.packed.shape[0]
+    some_weights = jax.tree.leaves(params)[0]
+    num_experts = some_weights.shape[0]
     num_rows = num_tokens * top_k
     if not num_rows:
-        return zeros_varying((0, top_k, z.shape[1]), jnp.bfloat16, z, ids, params.w1.packed)
+        return zeros_varying((0, top_k, z.shape[1]), jnp.bfloat16, z, ids, some_weights)
     block = next((b for b in _BLOCKS if b * num_experts >= num_rows), _BLOCKS[-1])
 
     flat = ids.reshape(-1)
@@ -45,7 +46,7 @@ def rows(
         return lax.dynamic_update_slice(sorted_rows, y, (start, 0))
 
     padded_order = jnp.concatenate([order, jnp.zeros(block, order.dtype)])
-    empty = zeros_varying((num_rows + block, z.shape[1]), jnp.bfloat16, z, ids, params.w1.packed)
+    empty = zeros_varying((num_rows + block, z.shape[1]), jnp.bfloat16, z, ids, some_weights)
     sorted_rows = lax.fori_loop(0, first_unit[-1], unit, empty)
 
     position = jnp.zeros_like(order).at[order].set(jnp.arange(num_rows, dtype=order.dtype))

@@ -1,0 +1,100 @@
+"""The layer on experts in kernel order: the same bits as on the checkpoint's order."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from k3jax.config import MoEConfig
+from k3jax.layer import moe_layer
+from k3jax.ops.experts.packing import pack_params, unpack_experts
+from k3jax.plan import plan_layer
+from tests.support import TINY, bits, parallel_of, params_of, sharded_params, tokens_of
+
+CONFIG = MoEConfig(
+    hidden_size=256,
+    latent_size=512,
+    num_experts=8,
+    experts_per_token=2,
+    expert_intermediate_size=512,
+    num_shared_experts=1,
+)
+
+
+def parameters(tp):
+    parallel = parallel_of(tp) if tp > 1 else None
+    return parallel, sharded_params(CONFIG, parallel) if parallel else params_of(CONFIG)
+
+
+def run(params, x, parallel, **options):
+    layer = functools.partial(moe_layer, config=CONFIG, parallel=parallel, **options)
+    return jax.jit(layer)(params, x)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("num_tokens", [0, 1, 9])
+def test_kernel_order_keeps_every_bit(tp, num_tokens):
+    parallel, params = parameters(tp)
+    packed = pack_params(params, CONFIG, parallel)
+    x = tokens_of(num_tokens, CONFIG.hidden_size)
+    np.testing.assert_array_equal(bits(run(packed, x, parallel)), bits(run(params, x, parallel)))
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+def test_the_decode_tier_is_the_xla_tier_on_cpu(tp):
+    parallel, params = parameters(tp)
+    packed = pack_params(params, CONFIG, parallel)
+    plan = plan_layer(CONFIG, 9, tp=tp, target="h200", packed=True)
+    assert plan.experts.tier == "decode"
+    x = tokens_of(9, CONFIG.hidden_size)
+    decoded = run(packed, x, parallel, plan=plan)
+    np.testing.assert_array_equal(bits(decoded), bits(run(params, x, parallel)))
+
+
+def test_each_rank_holds_its_own_share():
+    parallel, params = parameters(8)
+    packed = pack_params(params, CONFIG, parallel).experts
+    for shard in packed.gate_up.addressable_shards:
+        assert shard.data.shape == (8, 64 // 8, 512 // 64 * 544)
+    assert sum(shard.data.nbytes for shard in packed.down.addressable_shards) == packed.down.nbytes
+
+
+def test_unpacking_gives_the_checkpoint_s_bytes_back():
+    params = params_of(CONFIG)
+    back = unpack_experts(pack_params(params, CONFIG).experts)
+    jax.tree.map(np.testing.assert_array_equal, back, params.experts)
+
+
+def test_experts_packed_for_another_number_of_ranks_are_refused():
+    parallel, params = parameters(8)
+    packed = pack_params(params, CONFIG, parallel)
+    x = tokens_of(3, CONFIG.hidden_size)
+    with pytest.raises(ValueError, match=r"layout 'k3jax-m16k64-v1-i64', want .*-i256': they were"):
+        moe_layer(packed, x, config=CONFIG, parallel=parallel_of(2))
+
+
+def test_a_tag_of_another_version_is_refused():
+    packed = pack_params(params_of(CONFIG), CONFIG)
+    old = dataclasses.replace(packed, experts=dataclasses.replace(packed.experts, layout="v0"))
+    with pytest.raises(ValueError, match="experts have layout 'v0', want"):
+        moe_layer(old, tokens_of(3, CONFIG.hidden_size), config=CONFIG)
+
+
+def test_a_plan_for_the_other_order_is_refused():
+    plan = plan_layer(CONFIG, 3, target="h200", packed=True)
+    with pytest.raises(ValueError, match="plan is for packed=True, this call has False"):
+        moe_layer(params_of(CONFIG), tokens_of(3, CONFIG.hidden_size), config=CONFIG, plan=plan)
+
+
+def test_widths_that_the_order_cannot_hold_are_refused():
+    with pytest.raises(ValueError, match="kernel order needs L a multiple of 256"):
+        pack_params(params_of(TINY), TINY)
+
+
+def test_the_plan_says_what_the_kernels_need():
+    plan = plan_layer(MoEConfig.kimi_k3(), 8, tp=8, target="h200")
+    assert "pack them with k3jax.pack_params" in dict(plan.experts.declined)["decode"]
+    with pytest.raises(ValueError, match="experts='decode' cannot run here: the experts are in"):
+        plan_layer(MoEConfig.kimi_k3(), 8, tp=8, target="h200", experts="decode")
