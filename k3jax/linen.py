@@ -1,7 +1,7 @@
 """The layer as a Flax Linen module, over `k3jax.layer.moe_layer`.
 
 Written out rather than made by `flax.nnx.bridge.to_linen`: the bridge builds the NNX module anew in
-every `apply`, which draws all parameters again, a layer's 16 GB of them.
+every `apply`, and with it draws a layer's 16 GB of parameters again unless jit removes that.
 """
 
 from typing import Any

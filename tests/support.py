@@ -55,7 +55,7 @@ The backward pass rounds to bfloat16 after every operation and sums over ranks i
 
 @functools.cache
 def params_of(config: MoEConfig, seed: int = 0) -> MoEParams:
-    return init_params(config, jax.random.key(seed))
+    return jax.jit(init_params, static_argnums=0)(config, jax.random.key(seed))
 
 
 def numpy_params(params: MoEParams, config: MoEConfig) -> dict[str, np.ndarray]:
