@@ -106,6 +106,8 @@ class Op:
     """Slots of the values that a store writes to memory; undefined ones may be stored."""
     addresses: bool = False
     """A load: its sources say where, so they must be defined."""
+    use_bits: int = 0
+    """`uses` as a bit set."""
     mark: Callable[..., Any] | None = None
     """`mark(R, G, flags of sources)`: undefined lanes of the results, where the union of the
     sources' flags would be too much."""
@@ -343,7 +345,10 @@ class Binder:
         return self.op(run, results=dsts, sources=srcs, **kw)
 
     def op(self, run, **kw) -> Op:
-        return Op(self.ins, run, tuple(self.uses), tuple(self.defs), **kw)
+        bits = 0
+        for slot in self.uses:
+            bits |= 1 << slot
+        return Op(self.ins, run, tuple(self.uses), tuple(self.defs), use_bits=bits, **kw)
 
 
 def _single(fn, d, srcs):

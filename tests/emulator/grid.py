@@ -17,6 +17,7 @@ from .races import Races
 from .specials import special_values, unravel
 from .types import LANES, RAW
 from .undefined import run_marked
+from .warpgroups import Warpgroups
 
 FAR = np.int32(END)
 POISON = 0xDEADBEEFDEADBEEF
@@ -96,6 +97,7 @@ class Grid:
         self.template: list[np.ndarray | None] = [None] * code.slots.count
         self.parts: dict[str, object] = {}
         self.marks: dict[int, np.ndarray] = {}
+        self.in_flight: Warpgroups | None = None
         self._fill_slots()
 
     def part(self, kind, *args):
@@ -103,6 +105,8 @@ class Grid:
         name = kind.__name__
         if name not in self.parts:
             self.parts[name] = kind(self, *args)
+            if kind is Warpgroups:
+                self.in_flight = self.parts[name]
         return self.parts[name]
 
     def _coordinates(self) -> list[np.ndarray]:
@@ -218,6 +222,8 @@ class Grid:
                 ready = run_marked(block, R, group, marks, 0)
             else:
                 for i, op in enumerate(block.operations):
+                    if self.in_flight is not None:
+                        self.in_flight.check(op, group)
                     ready = op.run(R, group)
                     if group.undefined is not None:
                         marks = {}

@@ -148,14 +148,20 @@ class Races:
         return int(self.agent_clock[cluster])
 
     def agent_read(self, access, number: int, start: int, num_bytes: int) -> None:
-        """A read by the asynchronous proxy (a copy out, a matrix instruction) for a warp."""
+        """A bulk copy out of shared memory, issued by a warp."""
         words = np.arange(start >> 2, (start + num_bytes + 3) >> 2)
-        self._check_writes(access, np.full(words.size, number), words, 15, "copies what")
+        self.async_read(access, np.full(words.size, number), words)
+
+    def async_read(self, access, numbers, words) -> None:
+        """Words read by the asynchronous proxy (a copy, a matrix instruction) for some warps."""
+        if words.size and (words.min() < 0 or words.max() >= self.writer.size):
+            return  # out of bounds: the memory check names it
+        self._check_writes(access, numbers, words, 15, "reads what")
         writer, epoch = self.writer[words], self.write_epoch[words]
-        first = int(number) - int(self.local[number])
+        first = numbers - self.local[numbers]
         seen_by_writer = self.fenced[np.minimum(first + writer - 1, len(self.fenced) - 1),
                                      np.maximum(writer - 1, 0)]  # fmt: skip
-        seen = np.maximum(seen_by_writer, self.fenced[number, np.maximum(writer - 1, 0)])
+        seen = np.maximum(seen_by_writer, self.fenced[numbers, np.maximum(writer - 1, 0)])
         bare = (epoch > seen) & (writer != 0) & (writer - 1 != self.agent)
         if bare.any():
             where = self.grid.shared.spell(int(words[bare.argmax()]) * 4)

@@ -32,6 +32,8 @@ def run_marked(block, R, group, marks: dict[int, np.ndarray], start: int, ready=
         if dirty and (op.stored or op.addresses):
             _refuse(op, group, dirty, [s for s in op.uses if s not in op.stored])
         group.undefined = None
+        if group.grid.in_flight is not None:
+            group.grid.in_flight.check(op, group)
         group.storing = _stacked(op.stored, marks, group) if op.stored else None
         ready = op.run(R, group)
         _after(op, group, marks, dirty, R)
@@ -44,14 +46,15 @@ def run_marked(block, R, group, marks: dict[int, np.ndarray], start: int, ready=
 
 def _after(op, group, marks, dirty, R=None) -> None:
     """Marks what an operation wrote."""
-    if group.undefined is not None:
-        flags = [group.undefined[..., i] for i in range(group.undefined.shape[-1])]
-        group.undefined = None
-    elif dirty and op.mark is not None:
+    if dirty and op.mark is not None:
         clean = np.zeros((group.count, LANES), bool)
         flags = op.mark(R, group, [marks.get(slot, clean) for slot in op.sources])
     else:
         flags = [_union(dirty, group)] * len(op.results)
+    if group.undefined is not None:
+        loaded = [group.undefined[..., i] for i in range(group.undefined.shape[-1])]
+        flags = [a if b is None else a | b for a, b in zip(loaded, flags, strict=True)]
+        group.undefined = None
     for slot, flag in zip(op.results, flags, strict=True):
         if flag is not None and flag.any():
             marks[slot] = flag

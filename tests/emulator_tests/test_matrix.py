@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from tests.emulator import GlobalMemory
+from tests.emulator import GlobalMemory, InFlightError, RaceError
 from tests.emulator.dotadd import FRACTION_BITS, fused_dot_add
 from tests.emulator_tests.exact import BF16, E4M3, F16, F32
 from tests.emulator_tests.harness import apply, kernel, run
@@ -166,3 +166,131 @@ def test_movmatrix_transposes():
     (got,) = apply("\tmovmatrix.sync.aligned.m8n8.trans.b16 %z0, %a0;",
                    [data.view("u4").ravel()], [np.dtype("u4")])  # fmt: skip
     np.testing.assert_array_equal(got.view("u2").reshape(8, 8), data.T)
+
+
+# wgmma: the tile of B in shared memory is written by ordinary stores, swizzled by hand.
+
+WGMMA = """
+\tmul.wide.u32 %d0, %thread, 4;
+\tmov.b32 %r60, 0;
+FILL:
+\tmad.lo.u32 %r61, %r60, 128, %thread;
+\tmul.wide.u32 %d1, %r61, 4;
+\tadd.u64 %d1, %d1, %pa1;
+\tld.global.b32 %r62, [%d1];
+\tmad.lo.u32 %r63, %r61, 4, %sm;
+\tst.shared.b32 [%r63], %r62;
+\tadd.u32 %r60, %r60, 1;
+\tsetp.lt.u32 %p0, %r60, {fills};
+\t@%p0 bra FILL;
+\t{fence}
+\tbar.sync 0;
+\tmov.b32 %r70, 0;
+\tcvt.u64.u32 %d2, %sm;
+\tshr.u64 %d2, %d2, 4;
+\tor.b64 %d2, %d2, {descriptor};
+{loads}
+{zeros}
+\tsetp.eq.u32 %p1, 0, 0;
+\twgmma.fence.sync.aligned;
+{products}
+\twgmma.commit_group.sync.aligned;
+\t{wait}
+{stores}
+\twgmma.wait_group.sync.aligned 0;
+"""
+
+
+def swizzled(b_codes, mode):
+    """Bytes of a K-major tile [n, 64 bf16] (16 for mode 0) and its descriptor fields."""
+    n, k = b_codes.shape
+    if mode == 0:  # core matrices of 8 rows x 16 bytes, adjacent in K
+        image = b_codes.reshape(n // 8, 8, k // 8, 8).transpose(0, 2, 1, 3)
+        return image.tobytes(), 128, 128 * (k // 8)
+    width = {1: 128, 2: 64, 3: 32}[mode]
+    image = np.zeros(n * width, np.uint8)
+    data = b_codes.view(np.uint8).reshape(n, width)
+    for row in range(n):
+        for piece in range(width // 16):
+            at = row * width + piece * 16
+            at ^= (at >> 7 & {1: 7, 2: 3, 3: 1}[mode]) << 4
+            image[at : at + 16] = data[row, piece * 16 : piece * 16 + 16]
+    return image.tobytes(), 16, 8 * width
+
+
+def run_wgmma(a, b_codes, n, mode, fence="fence.proxy.async.shared::cta;",
+              wait="wgmma.wait_group.sync.aligned 0;"):  # fmt: skip
+    image, leading, stride = swizzled(b_codes, mode)
+    steps = b_codes.shape[1] // 16
+    descriptor = leading // 16 << 16 | stride // 16 << 32 | mode << 62
+    sums = [f"%r{i}" for i in range(n // 2)]
+    rows = [[f"%r{40 + 4 * s + i}" for i in range(4)] for s in range(steps)]
+    advance = 2 * leading // 16 if mode == 0 else 2
+    products = "\n".join(
+        f"\tadd.u64 %d3, %d2, {s * advance};\n"
+        f"\twgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{', '.join(sums)}}}, "
+        f"{{{', '.join(rows[s])}}}, %d3, %p1, 1, 1, 0;"
+        for s in range(steps)
+    )
+    loads = "\n".join(
+        f"\tadd.u64 %d4, %d0, {512 * (4 * s + i)};\n\tadd.u64 %d4, %d4, %pa0;\n"
+        f"\tld.global.b32 {rows[s][i]}, [%d4];"
+        for s in range(steps)
+        for i in range(4)
+    )
+    stores = "\n".join(
+        f"\tadd.u64 %d4, %d0, {512 * i};\n\tadd.u64 %d4, %d4, %pa2;\n\tst.global.b32 [%d4], {r};"
+        for i, r in enumerate(sums)
+    )
+    code = WGMMA.format(
+        fills=len(image) // 512, fence=fence, wait=wait, descriptor=descriptor, loads=loads,
+        zeros="\n".join(f"\tmov.b32 {r}, 0;" for r in sums), products=products, stores=stores,
+    )  # fmt: skip
+    fragments = np.array(
+        [[packed(a_fragment(a[16 * (t // 32) :][:16], t % 32, r % 4, 2) if r < 4 else
+                 a_fragment(a[16 * (t // 32) :][:16, 16 * (r // 4) :], t % 32, r % 4, 2), 2)
+          for t in range(128)] for r in range(4 * steps)], "u4")  # fmt: skip
+    memory = GlobalMemory()
+    places = [memory.allocate("a", fragments), memory.allocate("b", np.frombuffer(image, "u4")),
+              memory.allocate("d", 512 * n // 2)]  # fmt: skip
+    run(kernel(code, ["u64"] * 3), 128, places, memory, shared=8192)
+    got = memory.contents(places[2], 256 * n)[0].view("f4").reshape(n // 2, 128)
+    matrix = np.zeros((64, n))
+    for i in range(n // 2):
+        for t in range(128):
+            row = 16 * (t // 32) + t % 32 // 4 + 8 * (i // 2 % 2)
+            matrix[row, 8 * (i // 4) + t % 4 * 2 + i % 2] = got[i, t]
+    return matrix
+
+
+@pytest.mark.parametrize("n", [8, 16, 32])
+@pytest.mark.parametrize("mode", [0, 1, 2, 3])
+def test_wgmma_reads_swizzled_tiles(mode, n):
+    rng = np.random.default_rng()
+    k = {0: 32, 1: 64, 2: 32, 3: 16}[mode]
+    a_values, a = small_codes(BF16, (64, k), rng)
+    b_values, b = small_codes(BF16, (n, k), rng)
+    if n * k * 2 % 512:
+        n_pad = 512 // (k * 2)
+        b_values, b = (np.resize(x, (max(n, n_pad), k)) for x in (b_values, b))
+    got = run_wgmma(a.astype("u2"), b.astype("u2"), n, mode)
+    np.testing.assert_array_equal(got, a_values @ b_values[:n].T)
+
+
+def test_wgmma_without_a_proxy_fence():
+    zeros = np.zeros((64, 64), "u2")
+    with pytest.raises(RaceError, match=r"fence\.proxy\.async"):
+        run_wgmma(zeros, zeros[:8], 8, 1, fence="")
+
+
+def test_wgmma_sums_used_before_the_wait():
+    zeros = np.zeros((64, 64), "u2")
+    with pytest.raises(InFlightError, match=r"before wgmma\.wait_group"):
+        run_wgmma(zeros, zeros[:8], 8, 1, wait="")
+
+
+def test_wgmma_tile_overwritten_before_the_wait():
+    zeros = np.zeros((64, 64), "u2")
+    wait = "st.shared.b32 [%sm], 1;\n\twgmma.wait_group.sync.aligned 0;"
+    with pytest.raises(RaceError, match="overwrites what warp"):
+        run_wgmma(zeros, zeros[:8], 8, 1, wait=wait)

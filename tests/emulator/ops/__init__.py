@@ -16,6 +16,7 @@ FAMILIES = (
     "atomic",
     "warp",
     "matrix",
+    "wgmma",
     "barrier",
     "mbarrier",
     "async_copy",

@@ -26,6 +26,11 @@ def elements(registers: np.ndarray, name: str) -> np.ndarray:
     return FORMATS[name].decode(parts.view(np.uint8))
 
 
+def a_rows(registers: list[np.ndarray], name: str) -> np.ndarray:
+    """Registers of A to its values, [warps, 16, K]."""
+    return _rows(registers, name, 2)
+
+
 def _rows(registers: list[np.ndarray], name: str, halves: int) -> np.ndarray:
     """Fragment registers to a matrix [warps, 8 halves, K]; `halves` is 2 for A and 1 for B."""
     values = elements(np.stack(registers, axis=-1), name)  # [w, lane, register, e]
@@ -71,7 +76,7 @@ def mma(b: Binder) -> Op:
 
     def fn(G, mask, *registers):
         registers = [G.wide(r) for r in registers]
-        rows = _rows(registers[:count], left, 2)
+        rows = a_rows(registers[:count], left)
         columns = _rows(registers[count : count + count // 2], right, 1)
         c = _accumulator(registers[count + count // 2 :]).view(np.float32)
         return _fragments(fused_dot_add(rows, columns, c, smallest))
