@@ -9,6 +9,7 @@ work as usual.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ class LayerParams:
         moe: the MoE block.
     """
 
-    post_attention_layernorm: jax.Array | P
+    post_attention_layernorm: Any
     moe: MoEParams
 
 
