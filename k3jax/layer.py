@@ -10,7 +10,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from k3jax.config import MoEConfig
 from k3jax.ops.experts.api import routed_experts
@@ -61,37 +60,42 @@ def moe_layer(
         TypeError: a dtype is wrong.
         ValueError: a shape, the mesh, or the plan does not fit.
     """
-    tp = parallel.tp if parallel else 1
-    packed = packed_infos(config, tp) if isinstance(params.experts, PackedExperts) else None
-    if packed:
-        check_layout(params.experts, config.expert_intermediate_size // tp)
+    packed = _packed_infos(params, config, parallel)
     check_params(params, config, packed)
-    if x.ndim < 2:
-        raise ValueError(f"x has shape {x.shape}, want [T, {config.hidden_size}]")
-    _check("x", x, jnp.bfloat16, (*x.shape[:-1], config.hidden_size))
     batch = x.shape[:-1]
-    inputs = {
-        "x": (x, jnp.bfloat16, config.hidden_size),
-        "router_logits": (router_logits, jnp.float32, config.num_experts),
-        "routed_input": (routed_input, jnp.bfloat16, config.latent_size),
-        "token_mask": (token_mask, jnp.bool_, None),
-    }
-    flat = {}
-    for name, (array, dtype, width) in inputs.items():
-        if array is not None:
-            rest = () if width is None else (width,)
-            _check(name, array, dtype, batch + rest)
-            flat[name] = array.reshape(-1, *rest)
-    num_tokens = flat["x"].shape[0]
+    inputs = _fold_tokens(
+        config,
+        batch,
+        x=x,
+        router_logits=router_logits,
+        routed_input=routed_input,
+        token_mask=token_mask,
+    )
+    num_tokens = inputs["x"].shape[0]
     plan = _resolve_plan(plan, config, num_tokens, parallel, output, packed is not None)
-
-    tokens = parallel.tokens_spec if parallel else P
-    specs = {name: tokens() if name == "token_mask" else tokens(None) for name in flat}
-    out_spec = tokens(parallel.axis if parallel and output == "scattered" else None)
-    local = functools.partial(_moe_local, config=config, plan=plan)
-    weights = param_specs(config, parallel.axis, packed) if parallel else None
-    y = run_sharded(local, parallel, (weights, specs), out_spec, params, flat)
+    y = _moe_sharded(params, inputs, config=config, parallel=parallel, plan=plan)
     return y.reshape(*batch, config.hidden_size)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "parallel", "plan"))
+def _moe_sharded(
+    params: MoEParams,
+    inputs: dict[str, jax.Array],
+    *,
+    config: MoEConfig,
+    parallel: Parallel | None,
+    plan: LayerPlan,
+) -> jax.Array:
+    """The layer over all ranks; jitted, so that a call outside `jax.jit` compiles once too."""
+    local = functools.partial(_moe_local, config=config, plan=plan)
+    if parallel is None:
+        return run_sharded(local, None, None, None, params, inputs)
+    tokens = parallel.tokens_spec
+    specs = {name: tokens() if array.ndim == 1 else tokens(None) for name, array in inputs.items()}
+    columns = parallel.axis if plan.output == "scattered" else None
+    packed = _packed_infos(params, config, parallel)
+    weights = param_specs(config, parallel.axis, packed)
+    return run_sharded(local, parallel, (weights, specs), tokens(columns), params, inputs)
 
 
 def _moe_local(
@@ -145,6 +149,43 @@ def _linear(x: jax.Array, weight: jax.Array) -> jax.Array:
     return out.astype(jnp.bfloat16)
 
 
+def _packed_infos(
+    params: MoEParams, config: MoEConfig, parallel: Parallel | None
+) -> PackedExperts | None:
+    """What experts in kernel order have to look like; None for the checkpoint's order."""
+    if not isinstance(params.experts, PackedExperts):
+        return None
+    tp = parallel.tp if parallel else 1
+    check_layout(params.experts, config.expert_intermediate_size // tp)
+    return packed_infos(config, tp)
+
+
+def _fold_tokens(
+    config: MoEConfig, batch: tuple[int, ...], **arrays: jax.Array | None
+) -> dict[str, jax.Array]:
+    """Checks the arguments that are there, and makes one token axis of the batch axes."""
+    kinds = {
+        "x": (jnp.bfloat16, (config.hidden_size,)),
+        "router_logits": (jnp.float32, (config.num_experts,)),
+        "routed_input": (jnp.bfloat16, (config.latent_size,)),
+        "token_mask": (jnp.bool_, ()),
+    }
+    folded = {}
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        dtype, width = kinds[name]
+        if array.dtype != dtype:
+            raise TypeError(
+                f"{name} is {array.dtype}, want {jnp.dtype(dtype)}: cast it before the call"
+            )
+        if not batch or array.shape != batch + width:
+            want = ", ".join(map(str, (batch or ("T",)) + width))
+            raise ValueError(f"{name} has shape {array.shape}, want [{want}]")
+        folded[name] = array.reshape(-1, *width)
+    return folded
+
+
 def _resolve_plan(
     plan, config, num_tokens: int, parallel: Parallel | None, output: str, packed: bool
 ) -> LayerPlan:
@@ -172,12 +213,3 @@ def _resolve_plan(
 @functools.cache
 def _log_once(plan: LayerPlan) -> None:
     logger.info("%s", plan)
-
-
-def _check(name: str, array: jax.Array, dtype, shape: tuple[int, ...]) -> None:
-    if array.dtype != dtype:
-        raise TypeError(
-            f"{name} is {array.dtype}, want {jnp.dtype(dtype)}: cast it before the call"
-        )
-    if array.shape != shape:
-        raise ValueError(f"{name} has shape {array.shape}, want {shape}")

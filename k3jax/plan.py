@@ -152,6 +152,7 @@ def _experts_table(
     refusal = experts_refusal(config, num_tokens, tp, target)
     if not (refusal or packed):
         refusal = "the experts are in the checkpoint's order: pack them with k3jax.pack_params"
+    refusal = refusal or distrust("experts", target)
     return [
         _Row(ExpertsTier.DECODE, f"compiled for {target.arch}", refusal),
         _Row(ExpertsTier.XLA, "runs everywhere"),

@@ -283,7 +283,11 @@ def test_the_plan_is_logged_once(caplog):
 
 BAD_CALLS = {
     "x dtype": ({"x": jnp.zeros((3, 256), jnp.float32)}, TypeError, "x is float32, want bfloat16"),
-    "x width": ({"x": jnp.zeros((3, 128), jnp.bfloat16)}, ValueError, r"x has shape \(3, 128\)"),
+    "x width": (
+        {"x": jnp.zeros((3, 128), jnp.bfloat16)},
+        ValueError,
+        r"x has shape \(3, 128\), want \[3, 256\]",
+    ),
     "x rank": (
         {"x": jnp.zeros(256, jnp.bfloat16)},
         ValueError,
@@ -292,7 +296,7 @@ BAD_CALLS = {
     "logits": (
         {"router_logits": jnp.zeros((3, 31), jnp.float32)},
         ValueError,
-        r"router_logits has shape \(3, 31\), want \(3, 32\)",
+        r"router_logits has shape \(3, 31\), want \[3, 32\]",
     ),
     "logits dtype": (
         {"router_logits": jnp.zeros((3, 32), jnp.bfloat16)},

@@ -19,7 +19,7 @@ from k3jax.runtime.target import Target
 
 logger = logging.getLogger("k3jax")
 
-CHECKED_OPS = ("router",)
+CHECKED_OPS = ("router", "experts")
 """Ops with a module `check` whose `check_kernels(target)` returns a `CheckResult`."""
 
 PROVEN = frozenset({("router", "sm_90a")})

@@ -1,0 +1,59 @@
+"""The expert kernels against their reference, on the current device."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from k3jax.config import MXFP4_GROUP_SIZE, MoEConfig
+from k3jax.ops.check import CheckResult, microseconds
+from k3jax.ops.experts.api import ExpertsTier, routed_experts
+from k3jax.ops.experts.packing import pack_experts
+from k3jax.params import ExpertParams
+from k3jax.quant.mxfp4 import Mxfp4Array
+from k3jax.runtime.target import Target
+
+_NUM_TOKENS, _TP = 8, 8
+_LIMIT = 3e-3
+"""Both round at the same points; another order of sums flips some of the roundings."""
+
+
+def random_experts(config: MoEConfig, tp: int, key: jax.Array) -> ExpertParams:
+    """One rank's share of random experts: every code, scales that keep activations near 1."""
+    E, L = config.num_experts, config.latent_size
+    inner = config.expert_intermediate_size // tp
+    keys = jax.random.split(key, 3)
+
+    def matrix(key: jax.Array, rows: int, columns: int) -> Mxfp4Array:
+        bits, scales = jax.random.split(key)
+        shape = (E, rows, columns // MXFP4_GROUP_SIZE)
+        return Mxfp4Array(
+            jax.random.bits(bits, (E, rows, columns // 2), jnp.uint8),
+            jax.random.randint(scales, shape, 119, 122).astype(jnp.uint8),
+        )
+
+    return ExpertParams(
+        matrix(keys[0], inner, L), matrix(keys[1], inner, L), matrix(keys[2], L, inner)
+    )
+
+
+def check_kernels(target: Target) -> CheckResult:
+    """Relative L2 error of the decode tier at K3's widths, 16 experts, one rank of eight."""
+    config = dataclasses.replace(MoEConfig.kimi_k3(), num_experts=16, experts_per_token=4)
+    keys = jax.random.split(jax.random.key(0), 4)
+    experts = random_experts(config, _TP, keys[0])
+    z = jax.random.normal(keys[1], (_NUM_TOKENS, config.latent_size)).astype(jnp.bfloat16)
+    order = jax.random.uniform(keys[2], (_NUM_TOKENS, config.num_experts))
+    ids = jnp.argsort(order, axis=1)[:, : config.experts_per_token].astype(jnp.int32)
+    weights = jax.random.uniform(keys[3], ids.shape)
+
+    run = functools.partial(routed_experts, config=config, tp=_TP, target=target)
+    decode = functools.partial(run, tier=ExpertsTier.DECODE)
+    args = z, ids.at[0, 0].set(-1), weights
+    packed = jax.jit(pack_experts)(experts)
+    got = jax.jit(decode)(*args, packed).astype(jnp.float32)
+    want = jax.jit(functools.partial(run, tier=ExpertsTier.REFERENCE))(*args, experts)
+    want = want.astype(jnp.float32)
+    error = jnp.linalg.norm(got - want) / jnp.linalg.norm(want)
+    return CheckResult(float(error), _LIMIT, microseconds(decode, *args, packed))
