@@ -198,6 +198,15 @@ class GlobalMemory(ByteStore):
         self.allocations.append(Allocation(name, start, num_bytes, writable))
         return self.BASE + start
 
+    def write(self, address: int, contents: np.ndarray) -> None:
+        """Overwrites bytes of an array from the host."""
+        data = np.frombuffer(np.ascontiguousarray(contents).tobytes(), np.uint8)
+        start = address - self.BASE
+        if not (self.shadow[start : start + data.size] & ALLOCATED).all():
+            raise ValueError(f"{data.size} bytes at {self.spell(start)} are not all in one array")
+        self.data[start : start + data.size] = data
+        self.shadow[start : start + data.size] |= READ
+
     def contents(self, address: int, num_bytes: int) -> tuple[np.ndarray, np.ndarray]:
         """Bytes at a device address and which of them were ever written."""
         start = address - self.BASE

@@ -204,8 +204,8 @@ class TileKernel(Kernel):
         sums = (zero, zero, zero, zero)
         for step in cutlass.range_constexpr(self.depth // 16):
             k = step * 32
-            sums = self.multiply(a + k + Int64(row) * (self.depth * 2) + quad * 4,
-                                 b + k + Int64(row) * (self.depth * 2) + quad * 4, sums)  # fmt: skip
+            place = Int64(row) * (self.depth * 2) + k + quad * 4
+            sums = self.multiply(a + place, b + place, sums)
         at = d + Int64(row * 8 + quad * 2) * 4
         for half in cutlass.range_constexpr(2):
             store(at + half * 256, sums[2 * half])
@@ -215,7 +215,7 @@ class TileKernel(Kernel):
     def multiply(self, a: Int64, b: Int64, sums):
         word = lambda at: _ptx("ld.global.b32 {$w0}, [{$r0}];", [Uint32], at)  # noqa: E731
         below = self.depth * 16
-        left = [word(a), word(a + below), word(a + 16), word(a + below + 16)]
+        left = [word(at) for at in (a, a + below, a + 16, a + below + 16)]
         right = [word(b), word(b + 16)]
         if cutlass.const_expr(self.fault == "wrong layout"):
             right.reverse()

@@ -1,0 +1,176 @@
+"""The library's kernels in the PTX emulator, for Hopper and for Blackwell, against NumPy oracles.
+
+Shapes are the smallest that take every path: a few multiprocessors instead of 132, two slices of
+the latent instead of fourteen, up to 16 ranks as block groups of one launch.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from k3jax.config import MoEConfig
+from k3jax.ops.experts import decode
+from k3jax.ops.experts.packing import pack_experts
+from k3jax.ops.kernels import kernel_modules
+from k3jax.ops.router import cute as router
+from k3jax.ops.tail.kernel_tail import TailKernel
+from k3jax.runtime.compile import compile_kernel
+from k3jax.runtime.target import Target
+from tests import oracle
+from tests.emulator import Device, GlobalMemory, emulate, load, run_program
+from tests.emulator.program import launch_spec
+from tests.ops import tail_oracle
+from tests.support import ONE_OP, bits, numpy_params, params_of
+
+ARCHS = ("sm_90a", "sm_100a")
+
+EXPERTS = MoEConfig(
+    hidden_size=64,
+    latent_size=512,
+    num_experts=6,
+    experts_per_token=3,
+    expert_intermediate_size=128,
+    num_shared_experts=1,
+)
+NUM_SMS = 4
+
+
+def small_target(arch: str) -> Target:
+    kind = {"sm_90a": "h200", "sm_100a": "b200"}[arch]
+    return dataclasses.replace(Target.named(kind), num_sms=NUM_SMS)
+
+
+@pytest.fixture(scope="module")
+def experts():
+    """Packed weights, and the oracle's view of them."""
+    params = params_of(EXPERTS)
+    arrays = numpy_params(params, EXPERTS)
+    packed = pack_experts(params.experts)
+
+    def bank(e):
+        return [
+            oracle.mxfp4_values(
+                arrays[f"experts.{w}.weight_packed"][e], arrays[f"experts.{w}.weight_scale"][e]
+            )
+            for w in ("w1", "w3", "w2")
+        ]
+
+    return (np.asarray(packed.gate_up), np.asarray(packed.down)), bank
+
+
+def draw_routes(num_tokens):
+    rng = np.random.default_rng()
+    z = rng.standard_normal((num_tokens, EXPERTS.latent_size)).astype(tail_oracle.BF16)
+    ids = np.stack([rng.permutation(EXPERTS.num_experts)[:3] for _ in range(num_tokens)])
+    ids[rng.random(ids.shape) < 0.15] = -1
+    return z, ids.astype(np.int32), rng.random(ids.shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 17, 70])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_decode_experts(arch, num_tokens, experts):
+    packed, bank = experts
+    z, ids, weights = draw_routes(num_tokens)
+    program = decode.decode_program(EXPERTS, num_tokens, 1, small_target(arch))
+    run = run_program(program, [z, ids, weights, *packed], arch, num_sms=NUM_SMS)
+    assert run.written[0].all()
+    want = oracle.experts(z.astype(np.float64), ids, weights, bank)
+    assert oracle.relative_error(run.results[0], want) < ONE_OP
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_decode_experts_as_rows(arch, experts):
+    packed, bank = experts
+    z, ids, weights = draw_routes(9)
+    program = decode.decode_program(EXPERTS, 9, 1, small_target(arch), weighted=False)
+    run = run_program(program, [z, ids, weights, *packed], arch, num_sms=NUM_SMS)
+    assert run.written[0].all()
+    want = np.zeros(run.results[0].shape)
+    for t, slot in np.argwhere(ids >= 0):
+        row = oracle.expert_row(z[t].astype(np.float64), *bank(ids[t, slot]), 4.0, 25.0, True)
+        want[t, slot] = row
+    assert oracle.relative_error(run.results[0], want) < ONE_OP
+    assert not run.results[0][ids < 0].astype(np.float32).any()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_decode_experts_under_other_schedules(seed, experts):
+    """Sums have one order, so every schedule gives the same bits."""
+    packed, _ = experts
+    z, ids, weights = draw_routes(6)
+    program = decode.decode_program(EXPERTS, 6, 1, small_target("sm_90a"))
+    operands = [z, ids, weights, *packed]
+    (plain,) = emulate(program, operands, num_sms=NUM_SMS)
+    (other,) = emulate(program, operands, num_sms=NUM_SMS, seed=seed)
+    np.testing.assert_array_equal(bits(plain), bits(other))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 19])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_router(arch, num_tokens):
+    config = MoEConfig.tiny()
+    rng = np.random.default_rng()
+    x = rng.standard_normal((num_tokens, config.hidden_size)).astype(tail_oracle.BF16)
+    gate = (rng.standard_normal((config.num_experts, config.hidden_size)) / 16).astype(x.dtype)
+    bias = (rng.standard_normal(config.num_experts) / 16).astype(np.float32)
+    ids, weights = emulate(router.route_program(config, num_tokens), [x, gate, bias], arch)
+    logits = x.astype(np.float64) @ gate.astype(np.float64).T
+    want_ids, want = oracle.route(logits, bias, config.experts_per_token)
+    np.testing.assert_array_equal(ids, want_ids)
+    np.testing.assert_allclose(weights, want, atol=2e-5, rtol=0)
+
+
+TAILS = {  # ranks: latent, hidden, k_blocks, groups, k_parts
+    2: (64, 64, 2, 1, 1),
+    4: (128, 128, 2, 2, 2),
+    8: (64, 256, 2, 1, 1),
+    16: (64, 512, 2, 1, 1),
+}
+TAIL_TOKENS = 8
+
+
+@pytest.mark.parametrize("two_shot", [False, True])
+@pytest.mark.parametrize("ranks", TAILS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_tail_in_loopback(arch, ranks, two_shot):
+    """All ranks in one launch; three calls, so that every slot is used and one is re-armed."""
+    latent, hidden, k_blocks, groups, k_parts = TAILS[ranks]
+    kernel = TailKernel(
+        ranks=ranks, latent_size=latent, hidden_size=hidden, max_tokens=TAIL_TOKENS,
+        groups=groups, k_blocks=k_blocks, k_parts=k_parts, two_shot=two_shot,
+    )  # fmt: skip
+    compiled = compile_kernel(kernel, arch)
+    code = load(compiled.ptx, compiled.entry)
+    memory = GlobalMemory()
+    workspaces = memory.allocate("workspaces", np.zeros(ranks * kernel.layout.num_bytes, np.uint8))
+    peers = [workspaces + rank * kernel.layout.num_bytes for rank in range(ranks)]
+    for rank, address in enumerate(peers):
+        memory.write(address, kernel.layout.armed(rank, peers))
+    for tokens in (3, 8, 1):
+        rng = np.random.default_rng()
+        arrays = tail_oracle.draw(rng, ranks, tokens, latent, hidden)
+        places = [memory.allocate("operand", a, writable=False) for a in arrays]
+        out = memory.allocate("result", ranks * tokens * hidden * 2)
+        args = (
+            places[0], places[0], places[0], *places[1:], out, workspaces,
+            kernel.layout.num_bytes, tokens, kernel.layout.columns, 2000, tail_oracle.EPS,
+        )  # fmt: skip
+        grid = (kernel.grid[0], ranks, 1)
+        block = (kernel.threads, 1, 1)
+        spec = launch_spec(code, grid, block, kernel.cluster, kernel.shared_bytes, args)
+        Device(memory).run([spec])
+        data, written = memory.contents(out, ranks * tokens * hidden * 2)
+        assert written.all()
+        got = data.view(tail_oracle.BF16).reshape(ranks, tokens, hidden)
+        for rank in range(1, ranks):
+            np.testing.assert_array_equal(bits(got[rank]), bits(got[0]))
+        assert oracle.relative_error(got[0], tail_oracle.oracle(*arrays)) < ONE_OP
+
+
+@pytest.mark.parametrize("module", kernel_modules(), ids=lambda module: module.__name__)
+def test_every_kernel_is_made_of_known_instructions(module):
+    """At K3's sizes, for Blackwell: parsed and bound, not run."""
+    for kernel in module.REPRESENTATIVES.values():
+        compiled = compile_kernel(kernel, "sm_100a")
+        assert load(compiled.ptx, compiled.entry).blocks
