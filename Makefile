@@ -3,6 +3,7 @@
 SHELL := /bin/bash
 VENV := .venv
 PY := $(VENV)/bin/python
+NEWEST := build/newest
 JAX := jax==0.11.2 jaxlib==0.11.2 flax==0.12.12
 
 # The first interpreter that really starts (a version manager's shim may not), is new enough, and
@@ -17,7 +18,7 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do \
 CPU := JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
 SOURCES := pyproject.toml ffi/CMakeLists.txt $(wildcard ffi/*.cc ffi/*.h)
 
-.PHONY: help demo test lint unit native bazel protocol gpu clean
+.PHONY: help demo test lint unit native bazel protocol newest gpu clean
 
 help:
 	@echo 'make demo      set up, then run one layer end to end on this machine'
@@ -29,7 +30,7 @@ help:
 demo: $(VENV)/.demo
 	$(CPU) $(VENV)/bin/k3jax demo
 
-test: lint native bazel protocol unit
+test: lint native bazel protocol unit newest
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff format --check .
@@ -58,6 +59,21 @@ protocol:
 	else \
 	  sh tests/protocol/check.sh; \
 	fi
+
+# The library, built against the oldest supported jaxlib, under the newest one: compiled programs for
+# GPUs that are not here. The other packages are borrowed from .venv.
+newest: $(NEWEST)/.ready
+	$(CPU) $(NEWEST)/bin/python -m pytest -q tests/runtime/test_device_free.py tests/runtime/test_ffi.py
+
+$(NEWEST)/.ready: $(VENV)/.test
+	$(PY) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet jax==0.12.0.1 jaxlib==0.12.0.1
+	$(NEWEST)/bin/python -m pip install --quiet --no-deps \
+	  jax-cuda13-plugin==0.12.0.1 jax-cuda13-pjrt==0.12.0.1
+	$(NEWEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  | { read -r site; $(PY) -c 'import sysconfig; print("import site;", \
+	  "site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > "$$site/zz_borrowed.pth"; }
+	touch $@
 
 gpu: $(VENV)/.gpu
 	mkdir -p build/gpu

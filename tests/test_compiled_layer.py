@@ -9,29 +9,34 @@ from jax.sharding import PartitionSpec as P
 
 from k3jax.config import MoEConfig
 from k3jax.layer import moe_layer
+from k3jax.ops.experts.packing import packed_infos
 from k3jax.parallel import Parallel
 from k3jax.params import abstract_params, param_specs
 from k3jax.plan import plan_layer
-from tests.device_free import gpu_mesh, instructions, result_bytes
+from k3jax.runtime import ffi
+from tests.device_free import compile_apart, gpu_mesh, instructions, result_bytes
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the CUDA plugin (no CUDA libraries)")
+
+pytest.importorskip("cutlass", reason="needs the CuTe DSL")
 
 K3 = MoEConfig.kimi_k3()
 TP = 8
 UP_PROJECTION = K3.hidden_size * K3.latent_size * 2
 
 
-def lower(kind: str, num_tokens: int, tail: str):
+def lower(kind: str, num_tokens: int, tail: str | None = None, packed: bool = False):
     parallel = Parallel(gpu_mesh(kind, TP))
+    experts = packed_infos(K3, TP) if packed else None
     params = jax.tree.map(
         lambda array, spec: jax.ShapeDtypeStruct(
             array.shape, array.dtype, sharding=parallel.sharding(spec)
         ),
-        abstract_params(K3),
-        param_specs(K3, "tp"),
+        abstract_params(K3, experts),
+        param_specs(K3, "tp", experts),
     )
     x = jax.ShapeDtypeStruct((num_tokens, 7168), jnp.bfloat16, sharding=parallel.sharding(P()))
-    plan = plan_layer(K3, num_tokens, tp=TP, target=kind, tail=tail)
+    plan = plan_layer(K3, num_tokens, tp=TP, target=kind, tail=tail, packed=packed)
     layer = functools.partial(moe_layer, config=K3, parallel=parallel, plan=plan)
     return jax.jit(layer).lower(params, x)
 
@@ -120,3 +125,36 @@ def test_overlap_tier_s_shared_reduce_does_not_wait_for_the_up_projection():
     assert any(depends_on(columns, r, "tl,hl") for r in instructions(columns, "all-reduce")), (
         "the walk sees the up-projection where there is one"
     )
+
+
+def lower_decode_step(kind: str, num_tokens: int):
+    """A decode step on kernels, for `compile_apart`."""
+    return lower(kind, num_tokens, packed=True)
+
+
+def lower_without_handler(kind: str):
+    """The same in a process that never told XLA about our handlers."""
+    ffi.register = lambda: None
+    return lower_decode_step(kind, 1)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64])
+@pytest.mark.parametrize("kind", ["h200", "b200"])
+def test_a_decode_step_is_two_of_our_calls_in_one_command_buffer(kind, num_tokens, tmp_path):
+    report = compile_apart(lower_decode_step, tmp_path, kind, num_tokens)
+    assert report.hlo.count('custom_call_target="k3jax_launch"') == 2
+    buffers = report.command_buffers_of("kCustomCall")
+    assert len(buffers) == 2
+    assert buffers[0] is not None
+    assert buffers[0] == buffers[1]
+    assert not instructions(report.hlo, "all-gather")
+    for opcode in ("copy", "transpose"):
+        copies = instructions(report.hlo, opcode)
+        assert all(result_bytes(line) < UP_PROJECTION for line in copies)
+    rows = num_tokens * K3.experts_per_token * (K3.latent_size + K3.expert_intermediate_size // TP)
+    assert report.temp_bytes < 4 * rows + 2**23
+
+
+def test_a_missing_handler_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(RuntimeError, match="k3jax_launch"):
+        compile_apart(lower_without_handler, tmp_path, "h200")
