@@ -1,14 +1,14 @@
 """Running a `Program`, or one kernel's PTX, on NumPy arrays."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 
 from k3jax.runtime.compile import compile_kernel
-from k3jax.runtime.program import Launch, Operand, Program, Result
+from k3jax.runtime.program import Launch, Operand, Program, Result, Workspace
 
 from .device import Device, LaunchSpec
 from .errors import LaunchError
@@ -88,6 +88,7 @@ def run_programs(
     arch: str = "sm_90a",
     mutable: Sequence[int] = (),
     memory: GlobalMemory | None = None,
+    workspaces: Sequence[Mapping[int, int]] | None = None,
     **options,
 ) -> list[Emulation]:
     """Runs one program a rank, all at the same time on one memory.
@@ -97,7 +98,8 @@ def run_programs(
         operands: the arrays of each rank.
         arch: architecture to compile the kernels for.
         mutable: operands that kernels may write.
-        memory: global memory that may already hold arrays whose addresses the operands contain.
+        memory: global memory that may already hold arrays, such as workspaces.
+        workspaces: for each rank, the address of each workspace slot.
         options: see `Device`.
     """
     memory = memory or GlobalMemory()
@@ -106,7 +108,8 @@ def run_programs(
         place = _allocate(memory, program, arrays, mutable)
         places.append(place)
         for number, launch in enumerate(program.launches):
-            specs.append(_spec(launch, arch, place, rank, number))
+            slots = workspaces[rank] if workspaces else {}
+            specs.append(_spec(launch, arch, (*place, slots), rank, number))
     device = Device(memory, **options)
     device.run(specs)
     return [
@@ -141,13 +144,17 @@ def _spec(launch: Launch, arch: str, place, rank: int, number: int) -> LaunchSpe
     code = load(compiled.ptx, compiled.entry)
     if code.module.target != arch:
         raise LaunchError(f"the PTX of {code.entry.name} is for {code.module.target}, not {arch}")
-    operands, results = place
+    operands, results, workspaces = place
     values = []
     for value in launch.arguments:
         if isinstance(value, Operand):
             value = operands[value.index] + value.offset
         elif isinstance(value, Result):
             value = results[value.index] + value.offset
+        elif isinstance(value, Workspace):
+            if value.slot not in workspaces:
+                raise LaunchError(f"the program needs workspace {value.slot}, which has no address")
+            value = workspaces[value.slot] + value.offset
         values.append(value)
     return launch_spec(
         code,
