@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .errors import BarrierError
+from .errors import BarrierError, RaceError
 from .memory import ALLOCATED, WRITE
 
 
@@ -133,6 +133,8 @@ class Mbarriers:
         count = grid.shared.data.size // 8
         self.grid = grid
         self.valid = np.zeros(count, bool)
+        self.initialiser = np.zeros(count, np.int32)
+        self.initial_epoch = np.zeros(count, np.int32)
         self.expected = np.zeros(count, np.int64)
         self.pending = np.zeros(count, np.int64)
         self.bytes = np.zeros(count, np.int64)
@@ -140,13 +142,24 @@ class Mbarriers:
         self.clocks = np.zeros((count, grid.races.width), np.int32)
         self.done_clocks = np.zeros((count, grid.races.width), np.int32)
 
-    def find(self, offset, ins) -> np.ndarray:
-        """Indices of the mbarriers at some offsets, which must hold one."""
+    def find(self, offset, numbers, ins) -> np.ndarray:
+        """Indices of the mbarriers at some offsets, as some warps use them.
+
+        Each must have been initialised, and something must order that before the use.
+        """
         index = (offset >> np.uint64(3)).astype(np.int64)
         misplaced = (offset & np.uint64(7)).astype(bool) | (index >= self.valid.size)
         if misplaced.any() or not self.valid[np.where(misplaced, 0, index)].all():
             bad = offset[misplaced | ~self.valid[np.where(misplaced, 0, index)]]
             raise BarrierError(f"no mbarrier at {self.grid.shared.spell(int(bad[0]))}", ins)
+        known = self.grid.races.clock[numbers, self.initialiser[index]]
+        if (known < self.initial_epoch[index]).any():
+            where = self.grid.shared.spell(
+                int(index[(known < self.initial_epoch[index]).argmax()]) * 8
+            )
+            raise RaceError(
+                f"nothing orders the use of the mbarrier at {where} after its init", ins
+            )
         return index
 
     def init(self, offset, count, numbers, ins) -> None:
@@ -166,12 +179,14 @@ class Mbarriers:
         self.expected[index] = self.pending[index] = count
         self.bytes[index] = self.phase[index] = 0
         self.clocks[index] = 0
-        self.done_clocks[index] = self.grid.races.release(numbers)
+        self.done_clocks[index] = 0
+        self.initialiser[index] = self.grid.races.local[numbers]
+        self.initial_epoch[index] = self.grid.races.clock[numbers, self.grid.races.local[numbers]]
         self.grid.device.progress += 1
 
-    def invalidate(self, offset, ins) -> None:
+    def invalidate(self, offset, numbers, ins) -> None:
         """`mbarrier.inval`: the memory may be used for other things."""
-        index = self.find(offset, ins)
+        index = self.find(offset, numbers, ins)
         self.valid[index] = False
         self.grid.shared.shadow.reshape(-1, 8)[index] = ALLOCATED | WRITE
 

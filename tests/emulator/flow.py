@@ -92,8 +92,16 @@ def _cut(entry: Entry, slots: Slots) -> list[Block]:
         blocks.pop()
     for block in blocks:
         if block.branch:
-            block.targets = tuple(where[t] for t in _labels(block.branch, entry))
+            block.targets = tuple(
+                _target(where, t, block.branch) for t in _labels(block.branch, entry)
+            )
     return blocks
+
+
+def _target(where: dict[str, int], label: str, op: Op) -> int:
+    if label not in where:
+        raise PtxSyntaxError(f"label {label!r} is not defined", op.instruction)
+    return where[label]
 
 
 def _labels(op: Op, entry: Entry) -> list[str]:

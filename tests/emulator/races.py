@@ -1,7 +1,8 @@
 """Race detector for shared memory: vector clocks per warp, epochs per 4-byte word.
 
 A warp counts as one thread: its own accesses are ordered by its program. Clocks cover the warps of
-one cluster, plus one component for the asynchronous copy engine. Barriers, mbarriers and
+one cluster, and have two more components: the asynchronous copy engine, and whether
+`griddepcontrol.wait` came before. Barriers, mbarriers and
 synchronising accesses pass clocks on; an access races when the last conflicting one is not in the
 warp's clock. Words accessed in parts remember which bytes the last access touched.
 """
@@ -16,10 +17,10 @@ class Races:
 
     def __init__(self, grid):
         self.grid = grid
-        self.width = grid.cluster_size * grid.warps_per_block + 1
-        self.agent = self.width - 1
+        threads = grid.cluster_size * grid.warps_per_block
+        self.agent, self.waited, self.width = threads, threads + 1, threads + 2
         warps = np.arange(grid.num_warps)
-        self.local = warps % (self.width - 1)
+        self.local = warps % threads
         self.clock = np.zeros((grid.num_warps, self.width), np.int32)
         self.clock[warps, self.local] = 1
         words = grid.shared.data.size // 4
@@ -138,7 +139,7 @@ class Races:
         """A bulk copy into shared memory, issued by a warp: its epoch on the engine's clock."""
         words = np.arange(start >> 2, (start + num_bytes + 3) >> 2)
         numbers = np.full(words.size, number)
-        self._check_writes(access, numbers, words, 15, "overwrites by a copy what")
+        self._check_writes(access, numbers, words, 15, "overwrites by a copy")
         self._check_reads(access, numbers, words, 15)
         cluster = self.grid.block_of[number] // self.grid.cluster_size
         self.agent_clock[cluster] += 1
@@ -156,7 +157,7 @@ class Races:
         """Words read by the asynchronous proxy (a copy, a matrix instruction) for some warps."""
         if words.size and (words.min() < 0 or words.max() >= self.writer.size):
             return  # out of bounds: the memory check names it
-        self._check_writes(access, numbers, words, 15, "reads what")
+        self._check_writes(access, numbers, words, 15, "reads")
         writer, epoch = self.writer[words], self.write_epoch[words]
         first = numbers - self.local[numbers]
         seen_by_writer = self.fenced[np.minimum(first + writer - 1, len(self.fenced) - 1),

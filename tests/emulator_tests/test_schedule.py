@@ -266,3 +266,47 @@ def test_a_seed_replays():
 
     assert steps(7) == steps(7)
     assert len({steps(seed) for seed in range(6)}) > 1
+
+
+def test_waiting_is_passed_on_by_a_barrier():
+    """One warp waits for the launch before; the block's barrier orders the others."""
+    second = """
+\tsetp.ne.u32 %p0, %warp, 0;
+\t@%p0 bra MEET;
+\tgriddepcontrol.wait;
+MEET:
+\t{barrier}
+\tmad.lo.u32 %r0, %block, 64, %thread;
+\tmul.wide.u32 %d0, %r0, 4;
+\tadd.u64 %d0, %d0, %pa0;
+\tld.global.b32 %r1, [%d0];
+\tbar.sync 1;"""
+    pair(second.replace("{barrier}", "bar.sync 0;"))
+    with pytest.raises(RaceError, match="launch 0"):
+        pair(second.replace("{barrier}", ""))
+
+
+@pytest.mark.parametrize("first", ["st.global.b32", "st.relaxed.gpu.global.b32"])
+def test_polling_what_an_earlier_launch_fills(first):
+    """Both sides must synchronise: polling what an ordinary store fills is a race."""
+    second = """
+\tld.relaxed.gpu.global.b32 %r1, [%pa0];
+\tgriddepcontrol.wait;"""
+    fill = WRITE.format(trigger="griddepcontrol.launch_dependents;").replace("st.global.b32", first)
+    if first == "st.global.b32":
+        with pytest.raises(RaceError, match="launch 0"):
+            pair(second, fill)
+    else:
+        pair(second, fill)
+
+
+def pair(second, first=None):
+    memory = GlobalMemory()
+    middle = memory.allocate("middle", 512)
+    first = first or WRITE.format(trigger="griddepcontrol.launch_dependents;")
+    specs = [
+        launch_spec(load(kernel(body, ["u64"])), (2, 1, 1), (64, 1, 1), (1, 1, 1), 0,
+                    [middle], number=number, overlaps_previous=number > 0)
+        for number, body in enumerate([first.replace("%block, 32", "%block, 64"), second])
+    ]  # fmt: skip
+    Device(memory).run(specs)

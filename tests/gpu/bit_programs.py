@@ -113,12 +113,12 @@ def cases() -> Iterator[tuple[str, Program, list[np.ndarray], int]]:
             for n in (16, 8)
         )
         yield f"matrix sums, spread {spread}", small.tile_program(512, BF16), [a, b], 0
-    yield from _layer_cases(rng)
+    yield from layer_cases(rng)
 
 
-def _layer_cases(rng):
+def layer_cases(rng):
     """Kernels of the library; sigmoid and SiTU use approximate functions, so 1 ulp may slip in."""
-    config = MoEConfig.tiny()
+    config = replace(MoEConfig.tiny(), num_experts=256, experts_per_token=8)
     x = rng.standard_normal((19, config.hidden_size)).astype(BF16)
     gate = (rng.standard_normal((config.num_experts, config.hidden_size)) / 16).astype(BF16)
     bias = (rng.standard_normal(config.num_experts) / 16).astype(np.float32)

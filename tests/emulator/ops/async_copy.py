@@ -97,7 +97,7 @@ def _arrive(b: Binder) -> Op:
         numbers, offset = lanes(G, mask, target.offsets(G, base))
         _, which = np.nonzero(G.active(mask))
         barriers = grid.part(Mbarriers)
-        index = barriers.find(offset, b.ins)
+        index = barriers.find(offset, numbers, b.ins)
         if not keeps_count:
             np.add.at(barriers.pending, index, 1)
         copies = grid.part(AsyncCopies)
@@ -184,7 +184,7 @@ def _bulk_load(b: Binder, from_global: bool) -> Op:
                     (memory, int(source_at[row, lane])),
                     int(target_at[row, lane]) + shift,
                     int(sizes[row, lane]),
-                    int(grid.part(Mbarriers).find(at, b.ins)[0]),
+                    int(grid.part(Mbarriers).find(at, np.array([number]), b.ins)[0]),
                 )
 
     return b.effect(fn, [], srcs)

@@ -59,8 +59,8 @@ def _inval(b: Binder) -> Op:
     target = BarrierOperand(b, b.operands[0])
 
     def fn(G, mask, base):
-        _, offset = lanes(G, mask, target.offsets(G, base))
-        G.grid.part(Mbarriers).invalidate(offset, b.ins)
+        numbers, offset = lanes(G, mask, target.offsets(G, base))
+        G.grid.part(Mbarriers).invalidate(offset, numbers, b.ins)
 
     return b.effect(fn, [], [target.slot])
 
@@ -91,7 +91,7 @@ def _arrive(b: Binder) -> Op:
         barriers = G.grid.part(Mbarriers)
         value = value.astype(np.int64)
         count, expect = (1, value) if expects else (value, 0)
-        index = barriers.find(offset, b.ins)
+        index = barriers.find(offset, numbers, b.ins)
         before = barriers.arrive(index, count, expect, numbers, b.ins)
         state = np.zeros((G.count, 32), np.uint64)
         state[G.active(mask)] = before
@@ -109,9 +109,9 @@ def _expect_tx(b: Binder) -> Op:
     srcs = [target.slot, b.src(count, 32)]
 
     def fn(G, mask, base, count):
-        _, offset, count = lanes(G, mask, target.offsets(G, base), count)
+        numbers, offset, count = lanes(G, mask, target.offsets(G, base), count)
         barriers = G.grid.part(Mbarriers)
-        index = barriers.find(offset, b.ins)
+        index = barriers.find(offset, numbers, b.ins)
         barriers.arrive(index, 0, count.astype(np.int64), None, b.ins)
 
     return b.effect(fn, [], srcs)
@@ -135,7 +135,7 @@ def _wait(b: Binder, blocking: bool) -> Op:
         """Phase completed, per lane."""
         numbers, offset, state = lanes(G, mask, target.offsets(G, base), state)
         barriers = G.grid.part(Mbarriers)
-        index = barriers.find(offset, b.ins)
+        index = barriers.find(offset, numbers, b.ins)
         phase = barriers.phase[index]
         wanted = state.astype(np.int64)
         done = ((phase & 1) != (wanted & 1)) if parity else phase > wanted
