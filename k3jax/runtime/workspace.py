@@ -15,6 +15,7 @@ MAX_RANKS = 16
 ARMED = 0x80000000
 """The word that nobody publishes: the bfloat16 pair (+0, -0)."""
 
+RANK_WORD = 3
 EPOCH_WORD = 8
 ARRIVALS_WORD = 9
 PREVIOUS_WORD = 10

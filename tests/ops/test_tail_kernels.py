@@ -26,10 +26,13 @@ BUDGET = 2000
 class Loopback:
     """The workspaces of all ranks on one device, and calls over them."""
 
-    def __init__(self, ranks, latent_size, hidden_size, k_blocks, groups, k_parts, seed=None):
+    def __init__(
+        self, ranks, latent_size, hidden_size, k_blocks, groups, k_parts, warps, seed=None
+    ):
         self.facts = {
             "ranks": ranks, "latent_size": latent_size, "hidden_size": hidden_size,
             "max_tokens": MAX_TOKENS, "groups": groups, "k_blocks": k_blocks, "k_parts": k_parts,
+            "warps": warps,
         }  # fmt: skip
         self.ranks, self.seed = ranks, seed
         self.layout = TailKernel(**self.facts, two_shot=False).layout
@@ -79,12 +82,12 @@ class Loopback:
         return data[:ran].view(BF16).reshape(grid[1], tokens, width)
 
 
-SMALL = (2, 64, 64, 2, 1, 1)
+SMALL = (2, 128, 64, 2, 1, 2, 4)
 SHAPES = {
     2: SMALL,
-    4: (4, 128, 128, 2, 2, 2),
-    8: (8, 64, 256, 2, 1, 1),
-    16: (16, 64, 512, 2, 1, 1),
+    4: (4, 128, 128, 2, 2, 2, 2),
+    8: (8, 128, 256, 2, 1, 2, 4),
+    16: (16, 128, 512, 2, 1, 2, 4),
 }
 
 

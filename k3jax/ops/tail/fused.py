@@ -21,6 +21,9 @@ ONE_SHOT_ROWS = 64
 K_BLOCKS = 8
 """Blocks of a cluster: the most that every device with clusters takes."""
 
+WARPS = 16
+"""Warps of a block."""
+
 MOST_GROUPS = 14
 """Clusters of a rank: 112 blocks, which fit beside one another on 132 multiprocessors."""
 
@@ -32,16 +35,17 @@ BUDGET_MS = 20_000
 
 
 def geometry(ranks: int, latent_size: int, hidden_size: int) -> dict[str, int]:
-    """How a rank's blocks share the up-projection: `groups`, `k_blocks`, `k_parts` of the kernel.
+    """How a rank's blocks share the work: `groups`, `k_blocks`, `k_parts`, `warps` of the kernel.
 
     Eight blocks of a cluster split K, clusters split the rows, and a block's warps split its row
-    tiles and, while registers and threads last, its slice of K once more.
+    tiles and, while there are warps, its slice of K once more.
     """
     tiles = hidden_size // ranks // TILE_ROWS
     groups = max(n for n in range(1, MOST_GROUPS + 1) if tiles % n == 0)
     steps = latent_size // (K_BLOCKS * STEP)
-    fitting = [n for n in range(1, steps + 1) if steps % n == 0 and tiles // groups * n <= 16]
-    return {"groups": groups, "k_blocks": K_BLOCKS, "k_parts": max(fitting, default=0)}
+    fitting = [n for n in range(1, steps + 1) if steps % n == 0 and tiles // groups * n <= WARPS]
+    parts = max(fitting, default=0)
+    return {"groups": groups, "k_blocks": K_BLOCKS, "k_parts": parts, "warps": WARPS}
 
 
 def goes_in_two_shots(num_tokens: int, ranks: int) -> bool:

@@ -1,16 +1,21 @@
 """The fused tail on one rank: the exchange, the norm, the up-projection and the shared add.
 
-`docs/protocol.md` says what crosses between ranks and why it is right; here is how one rank does it.
+`docs/protocol.md` says what crosses between ranks and why it is right; here is how a rank does it.
 
 Schedule. The grid is `groups` clusters of `k_blocks` blocks, at most one block a multiprocessor,
 and one launch does everything. Block b of cluster g owns slice b of the latent (L / k_blocks
 columns) and, with its cluster, share g of the rank's rows of the up-projection.
 
-- At entry every lane issues the loads of its share of the weights: into registers, and what does
-  not fit into shared memory (TP=2). They depend on nothing, so they precede
-  `griddepcontrol.wait` and fly during the whole exchange.
+- At entry every lane issues its loads that depend on nothing: the header, its first piece of the
+  partials, its part of the norm's gain, and its share of the up-projection into shared memory. The
+  weights come last, or the small loads that everything else waits for would queue behind them; but
+  first of all, and before `griddepcontrol.wait`, where the launch overlaps its predecessor
+  (`overlaps`). They are copied asynchronously and not loaded into registers, because a warp that
+  waits for one of its loads waits for those before it too. Only what shared memory cannot hold
+  (half of it at TP=2) goes into registers, after the reduction has polled.
 - All blocks publish: partial latents (or the weighted sum of the unfinalised rows) and slices of
-  the shared partial, spread over the grid by warps; then they re-arm the previous slot.
+  the shared partial, spread over the grid by warps. Then the upper half of the warps re-arms the
+  previous slot, while the lower one polls.
 - Reduce: a lane polls 8 columns of one row in the mailboxes of all ranks at once, adds in rank
   order and leaves m in shared memory. Sums of squares go to all blocks of the cluster (distributed
   shared memory), which add them in one order. In one shot every cluster does every row, its
@@ -52,6 +57,7 @@ from k3jax.runtime.workspace import (
     HEADER_WORDS,
     PEERS_WORD,
     PREVIOUS_WORD,
+    RANK_WORD,
     SLOTS,
     TailLayout,
 )
@@ -60,14 +66,16 @@ TILE_ROWS = 16
 """Rows of the up-projection in one matrix instruction."""
 STEP = 32
 """Elements of the latent that one 16-byte load a lane covers: two matrix instructions."""
-REGISTER_STEPS = 7
-"""Steps whose weights a lane holds in registers: 8 words each."""
+SHARED_STEPS = 7
+"""Most steps whose weights a lane keeps in shared memory, 32 bytes each."""
 STAGED_TOKENS = 32
 """Rows of latents that shared memory holds."""
 ROUND_TOKENS = 4
 """Tokens whose sums one block finishes in one round."""
-POLLED_RANKS = 8
-"""Mailboxes that a lane polls at once."""
+POLLED_LOADS = 8
+"""Loads of 16 bytes that a lane has in flight while it polls partial latents."""
+STAGED_LOADS = 4
+"""The same for finished rows."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +90,11 @@ class TailKernel(Kernel):
         groups: clusters of a rank, each with its rows of the up-projection.
         k_blocks: blocks of a cluster, each with its slice of the latent.
         k_parts: warps that share a row tile, each with its part of the block's slice.
+        warps: of a block; at least one for each row tile and part of K.
         two_shot: a row is summed by one rank and sent on, rather than by every rank.
         scattered: the result is this rank's columns [T, H / R], not [T, H].
         experts_per_token: K unfinalised rows a token; 0 for a finalised latent.
+        overlaps: the launch may start before the one before it has ended.
     """
 
     ranks: int
@@ -94,9 +104,11 @@ class TailKernel(Kernel):
     groups: int
     k_blocks: int
     k_parts: int
+    warps: int
     two_shot: bool
     scattered: bool = False
     experts_per_token: int = 0
+    overlaps: bool = False
 
     parameters = (
         ("latent", "address"),  # [T, L], or [T, K, L]
@@ -141,13 +153,18 @@ class TailKernel(Kernel):
 
     @property
     def shared_steps(self) -> int:
-        """Steps whose weights wait in shared memory."""
-        return max(self.steps - REGISTER_STEPS, 0)
+        """Steps whose weights wait in shared memory; the others wait in registers."""
+        return min(self.steps, SHARED_STEPS if self.k_parts == 1 else self.steps)
+
+    @property
+    def multipliers(self) -> int:
+        """Warps that multiply."""
+        return self.tiles * self.k_parts
 
     @property
     def threads(self) -> int:
-        """One warp a row tile and part of K."""
-        return 32 * self.tiles * self.k_parts
+        """Of a block."""
+        return 32 * self.warps
 
     @property
     def cluster(self) -> tuple[int, int, int]:
@@ -199,7 +216,7 @@ class TailKernel(Kernel):
             HEADER_WORDS * 4,
             self.squares_bytes,
             STAGED_TOKENS * self.row_bytes,
-            self.threads * self.shared_steps * 32,
+            self.multipliers * self.shared_steps * 1024,
         )
         offsets = [0]
         for size in sizes:
@@ -229,39 +246,48 @@ class TailKernel(Kernel):
         eps: Float32,
     ):
         """One block of the schedule above."""
-        block, rank_here, _ = cute.arch.block_idx()
+        _, rank_here, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
         smem = Uint32(cute.arch.get_dyn_smem(Uint32, alignment=128).toint())
         own = workspace + Int64(rank_here) * Int64(workspace_stride)
-        rank = Int32(words.load_peer_word(own + 3 * 4))
-        words.cluster_arrive()
-        held = self.fetch_weights(up_proj, rank, up_proj_stride, block, smem)
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
-
-        thread, _, _ = cute.arch.thread_idx()
-        for word in cutlass.range(thread, HEADER_WORDS, self.threads):
-            # Through registers: the words have been read when the barrier is passed.
-            value = words.load_peer_word(own + word * 4)
-            ptx.store_shared(smem + Uint32(word * 4), value)
-        cute.arch.sync_threads()
-        epoch, _, previous, failed = ptx.load_shared_4(smem + Uint32(EPOCH_WORD * 4))
-        if thread == 0:
-            self.arrive(own, epoch, num_tokens)
-        words.cluster_wait()
-
         row = Int64(num_tokens) * 2
         latent = latent + rank_here * row * (self.latent_size * max(self.experts_per_token, 1))
         shared = shared + rank_here * row * self.hidden_size
         out = out + rank_here * row * self.result_width
+        sources = (latent, weights, ids, shared)
+
+        words.cluster_arrive()
+        if cutlass.const_expr(self.overlaps):
+            self.fetch_weights(up_proj, own, up_proj_stride, smem)
+        cute.arch.griddepcontrol_wait()
+        header = words.load_peer_word(own + thread % HEADER_WORDS * 4)
+        piece = cute.make_rmem_tensor((4,), Uint32)
+        self.load_piece(sources, self.spread_thread(), num_tokens, piece)
+        factors = self.load_gain(gain)
+        if cutlass.const_expr(not self.overlaps):
+            self.fetch_weights(up_proj, own, up_proj_stride, smem)
+        cute.arch.griddepcontrol_launch_dependents()
+
+        # Through a register: the word has been read when the barrier is passed.
+        if thread < HEADER_WORDS:
+            ptx.store_shared(smem + Uint32(thread * 4), header)
+        cute.arch.sync_threads()
+        epoch, _, previous, failed = ptx.load_shared_4(smem + Uint32(EPOCH_WORD * 4))
+        rank = ptx.load_shared(smem + Uint32(RANK_WORD * 4))
+        if thread == 0:
+            self.arrive(own, epoch, num_tokens)
         if (failed != Uint32(0)) & (failed != epoch + Uint32(1)):
             self.fill_with_nan(out, num_tokens)
+            cute.arch.cp_async_wait_group(0)
+            words.cluster_wait()
         else:
             slot = Int32(epoch % Uint32(SLOTS))
-            self.publish_latent(latent, weights, ids, rank, slot, num_tokens, smem)
-            self.publish_shared(shared, rank, slot, num_tokens, smem)
-            if epoch != Uint32(0):
+            self.publish(sources, piece, rank, slot, num_tokens, smem)
+            if (epoch != Uint32(0)) & (thread >= self.threads // 2):
                 self.rearm(own, rank, (slot + SLOTS - 1) % SLOTS, Int32(previous))
-            left = self.reduce(own, gain, rank, slot, num_tokens, epoch, budget, eps, smem)
+            words.cluster_wait()
+            left = self.reduce(own, factors, rank, slot, num_tokens, epoch, budget, eps, smem)
+            held = self.load_weights(up_proj, rank * up_proj_stride)
             left = self.project(own, out, held, rank, slot, num_tokens, epoch, left, smem)
             if cutlass.const_expr(not self.scattered):
                 self.gather(own, out, slot, num_tokens, epoch, left)
@@ -274,36 +300,67 @@ class TailKernel(Kernel):
     # ---- weights ------------------------------------------------------------------------------
 
     @cute.jit
-    def fetch_weights(self, up_proj: Int64, rank: Int32, stride: Int32, block: Int32, smem: Uint32):
-        """Issues the loads of a lane's share; returns what went into registers."""
+    def fetch_weights(self, up_proj: Int64, own: Int64, stride: Int32, smem: Uint32):
+        """Starts the copies of a lane's share into shared memory."""
         thread, _, _ = cute.arch.thread_idx()
-        warp, lane = thread // 32, thread % 32
-        first = rank * stride + (block // self.k_blocks) * self.rows + (warp // self.k_parts) * 16
-        k = (block % self.k_blocks) * self.k_width + (warp % self.k_parts) * (self.steps * STEP)
-        address = up_proj + (Int64(first + lane // 4) * self.latent_size + k + lane % 4 * 8) * 2
-        below = 8 * self.latent_size * 2
-        register_steps = self.steps - self.shared_steps
-        target = smem + Uint32(self.parts[3]) + Uint32(thread * 16)
-        for step in cutlass.range_constexpr(self.shared_steps):
-            at = address + (register_steps + step) * STEP * 2
-            words.copy_weights(target + Uint32(2 * step * self.threads * 16), at)
-            words.copy_weights(target + Uint32((2 * step + 1) * self.threads * 16), at + below)
+        rank = Int32(0)
+        if stride != 0:  # else no copy need wait for the header
+            rank = Int32(words.load_peer_word(own, RANK_WORD * 4))
+        if thread < 32 * self.multipliers:
+            address = self.weights_of_lane(up_proj, rank * stride)
+            target = self.kept(smem, 0)
+            for step in cutlass.range_constexpr(self.shared_steps):
+                at = address + step * STEP * 2
+                words.copy_weights(target + Uint32(2 * step * self.multipliers * 512), at)
+                at = at + 8 * self.latent_size * 2
+                words.copy_weights(target + Uint32((2 * step + 1) * self.multipliers * 512), at)
         cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def load_weights(self, up_proj: Int64, first_row: Int32):
+        """Issues the loads of what is left of a lane's share, into registers."""
+        address = self.weights_of_lane(up_proj, first_row)
         held = []
-        for step in cutlass.range_constexpr(register_steps):
+        for step in cutlass.range_constexpr(self.shared_steps, self.steps):
             at = address + step * STEP * 2
-            held.append((words.load_weights(at), words.load_weights(at + below)))
+            below = at + 8 * self.latent_size * 2
+            held.append((words.load_weights(at), words.load_weights(below)))
         return held
+
+    @cute.jit
+    def weights_of_lane(self, up_proj: Int64, first_row: Int32) -> Int64:
+        """Address of a lane's first 16 bytes, in row g of its warp's tile."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        warp, lane = thread // 32, thread % 32
+        row = first_row + (block // self.k_blocks) * self.rows + (warp // self.k_parts) * 16
+        k = (block % self.k_blocks) * self.k_width + (warp % self.k_parts) * (self.steps * STEP)
+        return up_proj + (Int64(row + lane // 4) * self.latent_size + k + lane % 4 * 8) * 2
+
+    @cute.jit
+    def kept(self, smem: Uint32, step: cutlass.Constexpr) -> Uint32:
+        """Where a lane keeps the weights of a step in shared memory."""
+        thread, _, _ = cute.arch.thread_idx()
+        offset = self.parts[3] + 2 * step * self.multipliers * 512
+        return smem + Uint32(offset) + Uint32(thread * 16)
 
     @cute.jit
     def step_weights(self, held: cutlass.Constexpr, step: cutlass.Constexpr, smem: Uint32):
         """A lane's 16 bytes of rows g and g + 8 for one step."""
-        if cutlass.const_expr(step < len(held)):
-            return held[step]
+        if cutlass.const_expr(step >= self.shared_steps):
+            return held[step - self.shared_steps]
+        at = self.kept(smem, step)
+        return ptx.load_shared_4(at), ptx.load_shared_4(at + Uint32(self.multipliers * 512))
+
+    @cute.jit
+    def load_gain(self, gain: Int64):
+        """The gain of the 8 columns that this lane norms, in every row alike."""
         thread, _, _ = cute.arch.thread_idx()
-        at = smem + Uint32(self.parts[3]) + Uint32(thread * 16)
-        at = at + Uint32(2 * (step - len(held)) * self.threads * 16)
-        return ptx.load_shared_4(at), ptx.load_shared_4(at + Uint32(self.threads * 16))
+        block, _, _ = cute.arch.block_idx()
+        chunk = thread // 32 % self.row_warps * 32 + thread % 32
+        last = Int32(self.chunks - 1) - chunk
+        column = (block % self.k_blocks) * self.k_width + chunk * 8
+        return words.load_if(last, gain + Int64(column) * 2)
 
     # ---- header -------------------------------------------------------------------------------
 
@@ -318,39 +375,45 @@ class TailKernel(Kernel):
             words.store_peer_word(own + PREVIOUS_WORD * 4, call)
 
     @cute.jit
-    def poll(
-        self,
-        address: Int64,
-        stride: cutlass.Constexpr,
-        count: cutlass.Constexpr,
-        got: cute.Tensor,
-        left: Int32,
-    ):
-        """16 bytes from each of `count` mailboxes, once none of their words is armed."""
+    def poll(self, own: Int64, epoch: Uint32, left: Int32, loads, got: cute.Tensor):
+        """Waits until no word of some loads is armed; returns what is left of the budget.
+
+        Args:
+            own: this rank's workspace.
+            epoch: of this call.
+            left: polls that remain.
+            loads: (address, constant offset, rank whose words they are) of each 16 bytes.
+            got: the words, four a load. Once the budget is spent, what is missing is NaN.
+        """
         missing = Int32(1)
         while missing != 0:
-            missing = Int32(0)
-            for i in cutlass.range_constexpr(count):
-                loaded = words.load_peer_words(address + i * stride)
+            for i in cutlass.range_constexpr(len(loads)):
+                loaded = words.load_peer_words(loads[i][0], loads[i][1])
                 for j in cutlass.range_constexpr(4):
                     got[4 * i + j] = loaded[j]
-                    missing = missing | words.is_armed(loaded[j])
+            smallest = Int32(0)
+            for i in cutlass.range_constexpr(len(loads)):
+                for j in cutlass.range_constexpr(4):
+                    smallest = words.least(got[4 * i + j], smallest)
+            missing = words.is_armed(smallest)
             left = left - missing
             if left < 0:
                 missing = Int32(0)
+        if left < 0:
+            self.give_up(own, epoch, loads, got)
         return left
 
     @cute.jit
-    def give_up(self, own: Int64, epoch: Uint32, first: Int32, got: cute.Tensor, count):
-        """The budget is spent: notes the first missing rank and makes missing words NaN."""
+    def give_up(self, own: Int64, epoch: Uint32, loads, got: cute.Tensor):
+        """Notes the first rank whose words are missing, and makes them NaN."""
         awaited = Int32(-1)
-        for i in cutlass.range_constexpr(count):
+        for i in cutlass.range_constexpr(len(loads)):
             lost = Int32(0)
             for j in cutlass.range_constexpr(4):
                 lost = lost | words.is_armed(got[4 * i + j])
                 got[4 * i + j] = words.nan_if_armed(got[4 * i + j])
             if (lost != 0) & (awaited < 0):
-                awaited = first + i
+                awaited = Int32(loads[i][2])
         if awaited >= 0:
             self.note_failure(own, epoch, awaited)
 
@@ -380,6 +443,11 @@ class TailKernel(Kernel):
         block, _, _ = cute.arch.block_idx()
         return (thread // 32 * self.grid[0] + block) * 32 + thread % 32
 
+    @cute.jit
+    def upper_thread(self) -> Int32:
+        """The same among the threads of the upper half of the warps."""
+        return Int32(self.spread_thread()) - self.grid_threads // 2
+
     # ---- publish and re-arm -------------------------------------------------------------------
 
     @cute.jit
@@ -388,24 +456,59 @@ class TailKernel(Kernel):
         return words.load_shared_address(smem + Uint32(PEERS_WORD * 4 + rank * 8))
 
     @cute.jit
-    def publish_latent(self, latent, weights, ids, rank, slot, num_tokens, smem):
-        """Own partial latents, to all ranks or to the owners of their rows."""
-        pieces = self.latent_size // 8
+    def load_piece(self, sources, index: Int32, num_tokens: Int32, piece: cute.Tensor):
+        """16 bytes to publish: first all rows of the latent, then all of the shared partial."""
+        latent, weights, ids, shared = sources
+        pieces, of_shared = self.latent_size // 8, self.hidden_size // 8
+        beyond = index - num_tokens * pieces
+        last = num_tokens * of_shared - 1 - beyond
+        address = latent + Int64(index) * 16
+        if beyond >= 0:
+            address = shared + Int64(beyond) * 16
+        if cutlass.const_expr(self.experts_per_token):
+            if beyond < 0:
+                got = self.weigh(latent, weights, ids, index // pieces, index % pieces)
+                for j in cutlass.range_constexpr(4):
+                    piece[j] = got[j]
+            else:
+                self.load_into(piece, last, address)
+        else:
+            self.load_into(piece, last, address)
+
+    @cute.jit
+    def load_into(self, piece: cute.Tensor, condition: Int32, address: Int64):
+        """16 bytes, where the condition is not negative."""
+        got = words.load_if(condition, address)
+        for j in cutlass.range_constexpr(4):
+            piece[j] = got[j]
+
+    @cute.jit
+    def publish(self, sources, piece, rank, slot, num_tokens, smem):
+        """Own partial latents to all ranks or to the owners of their rows; own shared partials,
+        each slice of columns to its owner. `piece` holds the thread's first.
+        """
+        pieces, owned = self.latent_size // 8, self.layout.columns // 8
+        of_shared = self.hidden_size // 8
         first = Int32(self.spread_thread())
-        for piece in cutlass.range(first, num_tokens * pieces, self.grid_threads):
-            token = piece // pieces
-            if cutlass.const_expr(self.experts_per_token):
-                got = self.weigh(latent, weights, ids, token, piece % pieces)
+        of_latent = num_tokens * pieces
+        for index in cutlass.range(first, num_tokens * (pieces + of_shared), self.grid_threads):
+            got = [words.canonical(piece[j]) for j in range(4)]
+            self.load_piece(sources, index + self.grid_threads, num_tokens, piece)
+            row = (slot * self.ranks + rank) * self.max_tokens
+            if index < of_latent:
+                token = index // pieces
+                at = Int64(row + token) * pieces + index % pieces
+                at = self.layout.latent + at * 16
+                if cutlass.const_expr(self.two_shot):
+                    words.store_peer_words(self.peer(smem, token % self.ranks) + at, got)
+                else:
+                    for to in cutlass.range_constexpr(self.ranks):
+                        words.store_peer_words(self.peer(smem, to) + at, got)
             else:
-                got = ptx.load_global_4(latent + Int64(piece) * 16)
-            got = [words.canonical(word) for word in got]
-            row = (slot * self.ranks + rank) * self.max_tokens + token
-            at = self.layout.latent + Int64(row) * (self.latent_size * 2) + (piece % pieces) * 16
-            if cutlass.const_expr(self.two_shot):
-                words.store_peer_words(self.peer(smem, token % self.ranks) + at, got)
-            else:
-                for to in cutlass.range_constexpr(self.ranks):
-                    words.store_peer_words(self.peer(smem, to) + at, got)
+                column = (index - of_latent) % of_shared
+                row = row + (index - of_latent) // of_shared
+                at = self.layout.shared + (Int64(row) * owned + column % owned) * 16
+                words.store_peer_words(self.peer(smem, column // owned) + at, got)
 
     @cute.jit
     def weigh(self, rows: Int64, weights: Int64, ids: Int64, token: Int32, piece: Int32):
@@ -424,50 +527,48 @@ class TailKernel(Kernel):
         return [ptx.round_pair(sums[2 * j], sums[2 * j + 1]) for j in range(4)]
 
     @cute.jit
-    def publish_shared(self, shared, rank, slot, num_tokens, smem):
-        """Own partial of the shared expert, each slice of columns to its owner."""
-        pieces, owned = self.hidden_size // 8, self.layout.columns // 8
-        first = Int32(self.spread_thread())
-        for piece in cutlass.range(first, num_tokens * pieces, self.grid_threads):
-            token, column = piece // pieces, piece % pieces
-            got = ptx.load_global_4(shared + Int64(piece) * 16)
-            got = [words.canonical(word) for word in got]
-            row = (slot * self.ranks + rank) * self.max_tokens + token
-            at = self.layout.shared + (Int64(row) * owned + column % owned) * 16
-            words.store_peer_words(self.peer(smem, column // owned) + at, got)
+    def rearm(self, own: Int64, rank: Int32, slot: Int32, previous: Int32):
+        """Arms what the previous call used of its slot; for the upper half of the warps."""
+        layout, width = self.layout, self.latent_size * 2
+        tokens, two_shot = previous // 2, previous % 2
+        by_sender, row = slot * (self.ranks * self.max_tokens), slot * self.max_tokens
+        first, count, stride = Int32(0), tokens, Int32(1)
+        if two_shot != 0:
+            count = (tokens - rank + self.ranks - 1) // self.ranks
+            first, stride = rank, Int32(self.ranks)
+            self.arm(own + layout.normed + Int64(row) * width, tokens * (width // 16))
+        self.arm_senders(own + layout.latent, by_sender + first, count, stride, width)
+        at = own + layout.shared
+        self.arm_senders(at, by_sender, tokens, Int32(1), layout.columns * 2)
+        at = own + layout.output + Int64(row) * (self.hidden_size * 2)
+        self.arm(at, tokens * (self.hidden_size // 8))
 
     @cute.jit
-    def rearm(self, own: Int64, rank: Int32, slot: Int32, previous: Int32):
-        """Arms what the previous call used of its slot."""
-        tokens, pieces = previous // 2, self.latent_size // 8
-        shared, output = self.layout.columns // 8, self.hidden_size // 8
-        for sender in cutlass.range(self.ranks):
-            row = (slot * self.ranks + sender) * self.max_tokens
-            self.arm(own + self.layout.shared + Int64(row) * (shared * 16), tokens * shared)
-            if previous % 2 == 0:
-                self.arm(own + self.layout.latent + Int64(row) * (pieces * 16), tokens * pieces)
-        if previous % 2 == 1:
-            owned = (tokens - rank + self.ranks - 1) // self.ranks
-            for index in cutlass.range(owned * self.ranks):
-                token, sender = rank + index // self.ranks * self.ranks, index % self.ranks
-                row = (slot * self.ranks + sender) * self.max_tokens + token
-                self.arm(own + self.layout.latent + Int64(row) * (pieces * 16), pieces)
-            row = slot * self.max_tokens
-            self.arm(own + self.layout.normed + Int64(row) * (pieces * 16), tokens * pieces)
-        row = slot * self.max_tokens
-        self.arm(own + self.layout.output + Int64(row) * (output * 16), tokens * output)
+    def arm_senders(self, mailbox: Int64, first, count, stride, width: cutlass.Constexpr):
+        """Arms rows first, first + stride, .. of every sender's part of a mailbox."""
+        pieces = width // 16
+        total = count * (self.ranks * pieces)
+        for index in cutlass.range(self.upper_thread(), total, self.grid_threads // 2):
+            line = index // pieces
+            row = first + line // self.ranks * stride + line % self.ranks * self.max_tokens
+            self.arm_piece(mailbox + Int64(row) * width + index % pieces * 16)
 
     @cute.jit
     def arm(self, address: Int64, pieces: Int32):
         """Arms adjacent 16-byte pieces, spread over the grid."""
+        for piece in cutlass.range(self.upper_thread(), pieces, self.grid_threads // 2):
+            self.arm_piece(address + Int64(piece) * 16)
+
+    @cute.jit
+    def arm_piece(self, address: Int64):
+        """Arms 16 bytes."""
         word = Uint32(ARMED)
-        for piece in cutlass.range(self.spread_thread(), pieces, self.grid_threads):
-            words.store_peer_words(address + Int64(piece) * 16, (word, word, word, word))
+        words.store_peer_words(address, (word, word, word, word))
 
     # ---- reduce -------------------------------------------------------------------------------
 
     @cute.jit
-    def reduce(self, own, gain, rank, slot, num_tokens, epoch, left, eps, smem):
+    def reduce(self, own, factors, rank, slot, num_tokens, epoch, left, eps, smem):
         """m and n of the rows that this cluster sums; returns what is left of the budget."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -478,38 +579,45 @@ class TailKernel(Kernel):
         count = cutlass.max(num_tokens - first + (stride - 1), 0) // stride
         column = (block % self.k_blocks) * self.k_width
 
-        for unit in cutlass.range(warp, count * self.row_warps, self.threads // 32):
-            index, part = unit // self.row_warps, unit % self.row_warps
-            chunk = part * 32 + lane
-            square = Float32(0.0)
-            if chunk < self.chunks:
-                row = slot * (self.ranks * self.max_tokens) + first + index * stride
-                at = own + self.layout.latent
-                at = at + (Int64(row) * self.latent_size + column + chunk * 8) * 2
-                summed, left = self.sum_ranks(own, at, epoch, left)
-                for word in cutlass.range_constexpr(4):
-                    low, high = ptx.low_float(summed[word]), ptx.high_float(summed[word])
-                    square = ptx.fused(high, high, ptx.fused(low, low, square))
-                words.store_shared_words(self.staged(smem, index) + Uint32(chunk * 16), summed)
-            square = words.warp_sum(square)
-            if lane < self.k_blocks:
-                place = (index * self.k_blocks + block % self.k_blocks) * self.row_warps + part
-                at = smem + Uint32(self.parts[1]) + Uint32(place * 4)
-                words.store_cluster_float(at, lane, square)
+        part = warp % self.row_warps
+        chunk = part * 32 + lane
+        total = count * self.row_warps
+        at_once = max(POLLED_LOADS // self.ranks, 1)
+        row = slot * (self.ranks * self.max_tokens) + first
+        mailbox = own + self.layout.latent
+        # A lane past the slice's end repeats its last piece, a row past the last repeats that row.
+        mailbox = mailbox + (column + cutlass.min(chunk, self.chunks - 1) * 8) * 2
+
+        for base in cutlass.range(warp, total, self.warps * at_once):
+            units = [base + i * self.warps for i in range(at_once)]
+            indices = [cutlass.min(unit, total - 1) // self.row_warps for unit in units]
+            rows = [Int64(row + index * stride) * (self.latent_size * 2) for index in indices]
+            summed, left = self.sum_ranks(own, epoch, left, mailbox, rows)
+            for i in cutlass.range_constexpr(at_once):
+                square = Float32(0.0)
+                if (chunk < self.chunks) & (units[i] < total):
+                    for word in cutlass.range_constexpr(4):
+                        low, high = ptx.low_float(summed[i][word]), ptx.high_float(summed[i][word])
+                        square = ptx.fused(high, high, ptx.fused(low, low, square))
+                    at = self.staged(smem, indices[i]) + Uint32(chunk * 16)
+                    words.store_shared_words(at, summed[i])
+                square = words.warp_sum(square)
+                if (lane < self.k_blocks) & (units[i] < total):
+                    place = indices[i] * self.k_blocks + block % self.k_blocks
+                    at = smem + Uint32(self.parts[1] + (place * self.row_warps + part) * 4)
+                    words.store_cluster_float(at, lane, square)
         words.cluster_arrive()
         words.cluster_wait()
 
-        for unit in cutlass.range(warp, count * self.row_warps, self.threads // 32):
-            index, part = unit // self.row_warps, unit % self.row_warps
-            chunk = part * 32 + lane
+        for unit in cutlass.range(warp, total, self.warps):
+            index = unit // self.row_warps
             if chunk < self.chunks:
                 scale = self.scale_of(index, eps, smem)
                 at = self.staged(smem, index) + Uint32(chunk * 16)
-                factors = ptx.load_global_4(gain + Int64(column + chunk * 8) * 2)
                 normed = _scale(ptx.load_shared_4(at), factors, scale)
                 if cutlass.const_expr(self.two_shot):
-                    row = slot * self.max_tokens + first + index * stride
-                    to = self.layout.normed + (Int64(row) * self.latent_size + column) * 2
+                    finished = slot * self.max_tokens + first + index * stride
+                    to = self.layout.normed + (Int64(finished) * self.latent_size + column) * 2
                     to = to + chunk * 16
                     normed = [words.canonical(word) for word in normed]
                     for peer in cutlass.range_constexpr(self.ranks):
@@ -525,21 +633,27 @@ class TailKernel(Kernel):
         return smem + Uint32(self.parts[2]) + Uint32(index * self.row_bytes)
 
     @cute.jit
-    def sum_ranks(self, own: Int64, address: Int64, epoch: Uint32, left: Int32):
-        """r(sum over ranks, in order) of 8 columns whose copy from rank 0 is at `address`."""
-        sums = [Float32(0.0) for _ in range(8)]
+    def sum_ranks(self, own, epoch, left, mailbox: Int64, rows):
+        """r(sum over ranks, in order) of 8 columns of some rows; `rows` are rank 0's offsets."""
         between = self.max_tokens * self.latent_size * 2
-        batch = min(self.ranks, POLLED_RANKS)
-        got = cute.make_rmem_tensor((4 * batch,), Uint32)
+        batch = min(self.ranks, POLLED_LOADS)
+        sums = [[Float32(0.0)] * 8 for _ in rows]
+        got = cute.make_rmem_tensor((4 * batch * len(rows),), Uint32)
         for base in cutlass.range_constexpr(0, self.ranks, batch):
-            left = self.poll(address + base * between, between, batch, got, left)
-            if left < 0:
-                self.give_up(own, epoch, Int32(base), got, batch)
-            for i in cutlass.range_constexpr(batch):
-                for j in cutlass.range_constexpr(4):
-                    sums[2 * j] = sums[2 * j] + ptx.low_float(got[4 * i + j])
-                    sums[2 * j + 1] = sums[2 * j + 1] + ptx.high_float(got[4 * i + j])
-        return [ptx.round_pair(sums[2 * j], sums[2 * j + 1]) for j in range(4)], left
+            loads = []
+            for i in cutlass.range_constexpr(len(rows)):
+                for rank in cutlass.range_constexpr(base, base + batch):
+                    loads.append((mailbox + rows[i], rank * between, rank))
+            left = self.poll(own, epoch, left, loads, got)
+            for i in cutlass.range_constexpr(len(rows)):
+                for copy in cutlass.range_constexpr(batch):
+                    for j in cutlass.range_constexpr(4):
+                        pair = got[4 * (batch * i + copy) + j]
+                        sums[i][2 * j] = sums[i][2 * j] + ptx.low_float(pair)
+                        sums[i][2 * j + 1] = sums[i][2 * j + 1] + ptx.high_float(pair)
+        return [
+            [ptx.round_pair(row[2 * j], row[2 * j + 1]) for j in range(4)] for row in sums
+        ], left
 
     @cute.jit
     def scale_of(self, index: Int32, eps: Float32, smem: Uint32) -> Float32:
@@ -567,8 +681,9 @@ class TailKernel(Kernel):
             if cutlass.const_expr(self.two_shot):
                 left = self.stage_normed(own, slot, first, count, epoch, left, smem)
                 rows = Int32(0)
-            for group in cutlass.range((count + 7) // 8):
-                self.multiply(held, rows, count, group * 8, sums, smem)
+            if cute.arch.thread_idx()[0] < 32 * self.multipliers:
+                for group in cutlass.range(0, count, 16):
+                    self.multiply(held, rows, count, group, sums, smem)
             words.cluster_arrive()
             left = self.finish(own, out, rank, slot, first, count, epoch, left, sums, smem)
         return left
@@ -579,22 +694,28 @@ class TailKernel(Kernel):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         column = (block % self.k_blocks) * self.k_width
-        got = cute.make_rmem_tensor((4,), Uint32)
-        for unit in cutlass.range(thread, count * self.chunks, self.threads):
-            index, chunk = unit // self.chunks, unit % self.chunks
-            row = slot * self.max_tokens + first + index
-            at = own + self.layout.normed + (Int64(row) * self.latent_size + column) * 2
-            left = self.poll(at + chunk * 16, 0, 1, got, left)
-            if left < 0:
-                self.give_up(own, epoch, (first + index) % self.ranks, got, 1)
-            at = self.staged(smem, index) + Uint32(chunk * 16)
-            words.store_shared_words(at, [got[j] for j in range(4)])
+        mailbox = own + self.layout.normed + Int64(column) * 2
+        row, total = slot * self.max_tokens + first, count * self.chunks
+        got = cute.make_rmem_tensor((4 * STAGED_LOADS,), Uint32)
+        for base in cutlass.range(thread, total, self.threads * STAGED_LOADS):
+            loads = []
+            for i in cutlass.range_constexpr(STAGED_LOADS):
+                unit = cutlass.min(base + i * self.threads, total - 1)  # past the end, the last
+                place = Int64(row + unit // self.chunks) * (self.latent_size * 2)
+                owner = (first + unit // self.chunks) % self.ranks
+                loads.append((mailbox + place + unit % self.chunks * 16, 0, owner))
+            left = self.poll(own, epoch, left, loads, got)
+            for i in cutlass.range_constexpr(STAGED_LOADS):
+                unit = base + i * self.threads
+                if unit < total:
+                    at = self.staged(smem, unit // self.chunks) + Uint32(unit % self.chunks * 16)
+                    words.store_shared_words(at, [got[4 * i + j] for j in range(4)])
         cute.arch.sync_threads()
         return left
 
     @cute.jit
     def multiply(self, held, rows, count, first, sums, smem):
-        """16 weight rows times 8 tokens, over the warp's part of K; sums go to the tokens' blocks.
+        """16 weight rows times 16 tokens, over the warp's part of K; sums go to the tokens' blocks.
 
         Tokens past the last repeat it; their sums are dropped.
         """
@@ -602,35 +723,40 @@ class TailKernel(Kernel):
         block, _, _ = cute.arch.block_idx()
         warp, lane = thread // 32, thread % 32
         part, tile = warp % self.k_parts, warp // self.k_parts
-        token = cutlass.min(first + lane // 4, count - 1)
-        at = self.staged(smem, rows + token) + Uint32(part * (self.steps * STEP * 2))
-        at = at + Uint32(lane % 4 * 16)
+        offset = Uint32(part * (self.steps * STEP * 2) + lane % 4 * 16)
+        tokens = [cutlass.min(first + 8 * n + lane // 4, count - 1) for n in range(2)]
+        places = [self.staged(smem, rows + token) + offset for token in tokens]
         zero = Float32(0.0)
-        chains = [(zero, zero, zero, zero), (zero, zero, zero, zero)]
+        chains = [[(zero, zero, zero, zero) for _ in range(2)] for _ in range(2)]
         for step in cutlass.range_constexpr(self.steps):
             above, below = self.step_weights(held, step, smem)
-            tokens = ptx.load_shared_4(at + Uint32(step * STEP * 2))
-            for half in cutlass.range_constexpr(2):
-                i, j = 2 * half, 2 * half + 1
-                a = (above[i], below[i], above[j], below[j])
-                chains[half] = ptx.multiply_add(a, (tokens[i], tokens[j]), chains[half])
-        total = [a + b for a, b in zip(*chains, strict=True)]
+            for n in cutlass.range_constexpr(2):
+                x = ptx.load_shared_4(places[n] + Uint32(step * STEP * 2))
+                for half in cutlass.range_constexpr(2):
+                    i, j = 2 * half, 2 * half + 1
+                    a = (above[i], below[i], above[j], below[j])
+                    chains[n][half] = ptx.multiply_add(a, (x[i], x[j]), chains[n][half])
         place = block % self.k_blocks * self.k_parts + part
-        for i in cutlass.range_constexpr(2):
-            token = first + lane % 4 * 2 + i
-            if token < count:
-                row = token // self.k_blocks * self.partials + place
-                at = sums + Uint32((row * self.rows + tile * 16 + lane // 4) * 4)
-                words.store_cluster_float(at, token % self.k_blocks, total[i])
-                words.store_cluster_float(at + Uint32(32), token % self.k_blocks, total[2 + i])
+        for n in cutlass.range_constexpr(2):
+            total = [a + b for a, b in zip(*chains[n], strict=True)]
+            for i in cutlass.range_constexpr(2):
+                token = first + 8 * n + lane % 4 * 2 + i
+                if token < count:
+                    row = token // self.k_blocks * self.partials + place
+                    at = sums + Uint32((row * self.rows + tile * 16 + lane // 4) * 4)
+                    words.store_cluster_float(at, token % self.k_blocks, total[i])
+                    words.store_cluster_float(at + Uint32(32), token % self.k_blocks, total[2 + i])
 
     @cute.jit
     def finish(self, own, out, rank, slot, first, count, epoch, left, sums, smem):
-        """Adds up, rounds and publishes this block's tokens of a round: a lane has two columns."""
-        thread, _, _ = cute.arch.thread_idx()
+        """Adds up, rounds and publishes this block's tokens of a round: a lane has two columns.
+
+        The last threads do it: their warps did not multiply, if any did not.
+        """
+        thread = Int32(self.threads - 1) - cute.arch.thread_idx()[0]
         block, _, _ = cute.arch.block_idx()
         pairs = self.rows // 2
-        index, pair = thread // pairs, thread % pairs
+        index, pair = thread // pairs, pairs - 1 - thread % pairs
         token = index * self.k_blocks + block % self.k_blocks
         column = block // self.k_blocks * self.rows + pair * 2
         here = (index < ROUND_TOKENS) & (token < count)
@@ -670,10 +796,12 @@ class TailKernel(Kernel):
         got = cute.make_rmem_tensor((self.ranks,), Uint32)
         missing = Int32(1)
         while missing != 0:
-            missing = Int32(0)
+            smallest = Int32(0)
             for i in cutlass.range_constexpr(self.ranks):
-                got[i] = words.load_peer_word(at + i * between)
-                missing = missing | words.is_armed(got[i])
+                got[i] = words.load_peer_word(at, i * between)
+            for i in cutlass.range_constexpr(self.ranks):
+                smallest = words.least(got[i], smallest)
+            missing = words.is_armed(smallest)
             left = left - missing
             if left < 0:
                 missing = Int32(0)
@@ -691,14 +819,13 @@ class TailKernel(Kernel):
     def gather(self, own, out, slot, num_tokens, epoch, left):
         """Every rank's columns, out of the mailbox into the result."""
         pieces, owned = self.hidden_size // 8, self.layout.columns // 8
-        got = cute.make_rmem_tensor((4,), Uint32)
-        first = Int32(self.spread_thread())
+        first, total = Int32(self.spread_thread()), num_tokens * pieces
         mailbox = own + self.layout.output
         mailbox = mailbox + Int64(slot * self.max_tokens) * (self.hidden_size * 2)
-        for piece in cutlass.range(first, num_tokens * pieces, self.grid_threads):
-            left = self.poll(mailbox + Int64(piece) * 16, 0, 1, got, left)
-            if left < 0:
-                self.give_up(own, epoch, piece % pieces // owned, got, 1)
+        got = cute.make_rmem_tensor((4,), Uint32)
+        for piece in cutlass.range(first, total, self.grid_threads):
+            loads = [(mailbox + Int64(piece) * 16, 0, piece % pieces // owned)]
+            left = self.poll(own, epoch, left, loads, got)
             words.store_words(out + Int64(piece) * 16, [got[j] for j in range(4)])
 
 

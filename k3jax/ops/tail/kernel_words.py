@@ -22,8 +22,8 @@ def load_weights(address: Int64):
 
 
 def copy_weights(shared: Uint32, address: Int64):
-    """Starts a copy of 16 bytes into shared memory."""
-    _ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16;", (), shared, address)
+    """Starts a copy of 16 bytes into shared memory; the L2 fetches 128."""
+    _ptx("cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16;", (), shared, address)
 
 
 def load_if(condition: Int32, address: Int64):
@@ -38,16 +38,18 @@ def load_if(condition: Int32, address: Int64):
     )
 
 
-def load_peer_words(address: Int64):
+def load_peer_words(address: Int64, offset: int = 0):
     """16 bytes that other blocks or devices write: each word is old or new."""
     return _ptx(
-        "ld.relaxed.sys.global.v4.u32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Uint32] * 4, address
+        f"ld.relaxed.sys.global.v4.u32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}+{offset}];",
+        [Uint32] * 4,
+        address,
     )
 
 
-def load_peer_word(address: Int64) -> Uint32:
+def load_peer_word(address: Int64, offset: int = 0) -> Uint32:
     """4 bytes that other blocks or devices write."""
-    return _ptx("ld.relaxed.sys.global.u32 {$w0}, [{$r0}];", [Uint32], address)
+    return _ptx(f"ld.relaxed.sys.global.u32 {{$w0}}, [{{$r0}}+{offset}];", [Uint32], address)
 
 
 def store_peer_words(address: Int64, words):
@@ -124,7 +126,12 @@ def canonical(word: Uint32) -> Uint32:
     )
 
 
-def is_armed(word: Uint32) -> Int32:
+def least(word: Uint32, smallest: Int32) -> Int32:
+    """The smaller one, as signed: an armed word is the smallest there is."""
+    return _ptx("min.s32 {$w0}, {$r0}, {$r1};", [Int32], word, smallest)
+
+
+def is_armed(word) -> Int32:
     """1 for the word that nobody publishes; a comparison of bits."""
     return _ptx(
         f"{{ .reg .pred p; setp.eq.u32 p, {{$r0}}, {ARMED}; selp.s32 {{$w0}}, 1, 0, p; }}",
