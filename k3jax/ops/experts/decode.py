@@ -1,7 +1,7 @@
 """The routed experts as one custom call of CuTe kernels: what they support, and the program.
 
-Launches: the scratch is prepared (and routes grouped, past 128 of them); the persistent kernel; and,
-where a token's rows do not fit shared memory, the weighted sum.
+Launches: the scratch is prepared (and routes grouped, past 128 of them); the persistent kernel; and
+the weighted sum, where the rows of all tokens do not fit shared memory.
 """
 
 import jax
@@ -19,6 +19,8 @@ MAX_SUMMED_TOKENS = 64
 """Most tokens whose rows stay in shared memory for the weighted sum."""
 MAX_STAGES = 8
 MIN_STAGES = 2
+MAX_BATCH = 8
+"""Most chunks of hidden values that a lane's registers hold."""
 MAX_WARPS = 30
 """Compute warps of a block: two more make the 1024 threads that a block may have."""
 
@@ -38,6 +40,11 @@ def refusal(config: MoEConfig, num_tokens: int, tp: int, target: Target) -> str 
         )
     if inner % CHUNK:
         return f"expert_intermediate_size / tp = {inner} is not a multiple of {CHUNK}"
+    if inner > MAX_BATCH * CHUNK and inner % (GROUP_CHUNKS * CHUNK):
+        return (
+            f"expert_intermediate_size / tp = {inner} is past {MAX_BATCH * CHUNK} and not a "
+            f"multiple of {GROUP_CHUNKS * CHUNK}"
+        )
     if config.num_experts > 1024:
         return f"num_experts={config.num_experts} is more than the 1024 that routes are grouped by"
     if inner > latent:
@@ -103,8 +110,8 @@ def routed_experts(
 def _program(config, num_tokens, tp, target, weighted) -> Program:
     # Kernel modules import the CuTe DSL, which only whoever builds a program needs.
     from k3jax.ops.experts.kernel_combine import CombineKernel
-    from k3jax.ops.experts.kernel_decode import UNIT
-    from k3jax.ops.experts.kernel_prepare import TABLE_HEADER_BYTES, UNIT_BYTES, PrepareKernel
+    from k3jax.ops.experts.kernel_prepare import PrepareKernel
+    from k3jax.ops.experts.kernel_units import TABLE_HEADER_BYTES, UNIT, UNIT_BYTES
 
     E, K, L = config.num_experts, config.experts_per_token, config.latent_size
     inner = config.expert_intermediate_size // tp

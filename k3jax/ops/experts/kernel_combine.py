@@ -7,7 +7,7 @@ launch before it, so it cannot hang.
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Float32, Int64, Uint32, cute
 
 from k3jax.ops.experts import kernel_ptx as ptx
 from k3jax.runtime.program import Kernel

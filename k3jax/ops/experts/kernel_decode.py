@@ -1,33 +1,35 @@
-"""Routed experts of a few tokens: gate/up, SiTU, down and the weighted sum in one persistent kernel.
+"""Routed experts of a few tokens: gate/up, SiTU, down, weighted sum in one persistent kernel.
 
 Decode is bound by the bytes of the experts' weights, so everything serves one stream of them. One
-block runs on each multiprocessor; a block has L / 256 compute warps (14 for K3), one producer warp
-and one activation warp.
+block runs on each multiprocessor; a block has L / 256 compute warps (14 for K3) and two service
+warps.
 
 Units. Routes (token, slot) are grouped into units of at most 8 routes of one expert: the 8 columns
 of a matrix instruction whose 16 rows are weights. Up to 128 routes every block groups them itself
 (all blocks alike); more are grouped by the launch before.
 
-Weights. The producer copies blocks of packed weights into a ring of shared-memory slots, in the
+Weights. A service warp copies blocks of packed weights into a ring of shared-memory slots, in the
 order in which the block consumes them: first its share of the gate/up row tiles of all units, then
 its share of down. It runs ahead as far as the ring reaches, so down weights are in flight before
 gate/up is done. Shares: down rows are cut evenly over the blocks, each block taking its row tiles
-of ALL units; gate/up tiles are cut contiguously so that gate/up and down bytes together are even.
+of ALL units; gate/up tiles are cut contiguously, so that gate/up and down bytes together are even.
 
 Gate/up. A row tile is 8 gate and the 8 matching up rows over all of L. Compute warp w owns
 k = 256 w .. 256 w + 255 and holds the tokens' share of these as operand B in registers for as long
 as the unit lasts, so shared memory carries nothing but weights. The warps' partial sums meet in
-shared memory, where the activation warp adds them in warp order, applies SiTU and stores the hidden
-values to global memory. Sums of a route depend on nothing but its token and expert.
+shared memory, where the service warps, taking turns, add them in warp order, apply SiTU and store
+the hidden values to global memory. That all sums of a tile are there also says that its ring slot
+has been read: the service warp refills it. Sums of a route depend on nothing but its token and
+expert.
 
-Down. A warp takes whole row tiles (K is short): it loads the hidden values of the unit's routes
-straight into registers as operand B. They may still be on their way from another block: the launch
-before this one fills them with words 0xFFFFFFFF, which no rounded pair of bf16 can be, and the warp
-loads again until none is left. Since a block holds its rows of all units, it also holds all 16
-slots of each token for these rows, and adds them in slot order in shared memory.
+Down. A warp takes jobs of a unit's one or two row tiles (K is short): it loads the hidden values of
+the unit's routes straight into registers as operand B. They may still be on their way from another
+block: the launch before this one fills them with words 0xFFFFFFFF, which no rounded pair of bf16
+can be, and the warp loads again until none is left. Since a block holds its rows of all units, it
+also holds all slots of each token for these rows, and adds them in slot order in shared memory.
 
-Why it cannot hang. A ring slot is refilled once every compute warp has released it, and all warps
-take the same sequence of slots. Gate/up of a block waits for nothing outside the block. Down waits
+Why it cannot hang. A ring slot is refilled once every compute warp has read it, and all warps take
+the same sequence of slots. Gate/up of a block waits for nothing outside the block. Down waits
 only for gate/up of this grid's blocks, which are all resident at once: one block a multiprocessor,
 no more blocks than multiprocessors (a kernel that shares the device delays a block, but ends).
 """
@@ -35,18 +37,23 @@ no more blocks than multiprocessors (a kernel that shares the device delays a bl
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, Uint64, cute
+from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from k3jax.ops.experts import kernel_ptx as ptx
+from k3jax.ops.experts.kernel_units import (
+    BLOCK_TABLE_BYTES,
+    GAINS_OFFSET,
+    MAX_BLOCK_ROUTES,
+    ROUTES_OFFSET,
+    UNIT,
+    group_block,
+    record_offset,
+)
 from k3jax.ops.experts.packing import CHUNK, CHUNK_BYTES, GROUP_CHUNKS, ROW_TILE, chunk_groups
 from k3jax.runtime.program import Kernel
 
-UNIT = 8
-"""Routes of a unit: columns of the matrix instruction."""
 NEURONS = 8
 """Neurons of a gate/up row tile."""
-MAX_BLOCK_ROUTES = 128
-"""Most routes that every block groups for itself."""
 MAX_BATCH = 8
 """Most chunks of hidden values that fit a lane's registers."""
 NOT_WRITTEN = 0xFFFFFFFF
@@ -56,10 +63,13 @@ _SLICE = GROUP_CHUNKS * CHUNK
 _ELEMENTS = ROW_TILE * CHUNK // 2
 _COLUMN_BYTES = 80
 _PARTIAL_BYTES = UNIT * _COLUMN_BYTES
-"""A warp's partial sums: 8 columns of 16 rows, padded so that stores of a warp meet no bank twice."""
-_HEADER_BYTES = 256
+"""A warp's sums: 8 columns of 16 rows, padded so that the stores of a warp meet no bank twice."""
+HEADER_BYTES = 256
+"""Shared memory of the barriers."""
 _ONES = 0x7E807E80
-"""A pair of bf16 2^126: brings codes to their values, before a scale that needs its own multiply."""
+"""A pair of bf16 2^126: brings codes to their values, where the scale needs its own multiply."""
+_CUT_BITS = 20
+"""Fraction bits of a block's share of a unit's gate/up tiles."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +164,7 @@ class DecodeKernel(Kernel):
 
     @property
     def whole_jobs(self) -> bool:
-        """Whether a down job is all row tiles of the block (one or two) for a unit, or one of them.
+        """Whether a down job may be all row tiles of the block, one or two, for a unit.
 
         Tiles of a job share the hidden values that the warp holds.
         """
@@ -172,15 +182,9 @@ class DecodeKernel(Kernel):
         return self.inner // CHUNK // self.batch_chunks
 
     @property
-    def tables_offset(self) -> int:
-        """Shared memory of the tables: expert of each unit, its 8 routes; id, weight of a route."""
-        return _HEADER_BYTES
-
-    @property
     def partials_offset(self) -> int:
-        """Shared memory of the partial sums, two sets."""
-        tables = MAX_BLOCK_ROUTES * 4 * (1 + UNIT + 2) if self.groups_itself else 0
-        return self.tables_offset + tables
+        """Shared memory of the partial sums, two sets, after the unit tables."""
+        return HEADER_BYTES + self.groups_itself * BLOCK_TABLE_BYTES
 
     @property
     def rows_offset(self) -> int:
@@ -215,14 +219,21 @@ class DecodeKernel(Kernel):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
-        lane = thread % 32
         shared = Uint32(cute.arch.get_dyn_smem(Uint32, alignment=128).toint())
         cute.arch.griddepcontrol_launch_dependents()
         if thread == 0:
             self.init_barriers(shared)
         num_units = Int32(0)
         if cutlass.const_expr(self.groups_itself):
-            num_units = self.group_routes(shared, ids, weights, num_tokens * self.top_k)
+            num_units = group_block(
+                shared + Uint32(HEADER_BYTES),
+                shared + Uint32(self.ring_offset),
+                ids,
+                weights,
+                num_tokens * self.top_k,
+                self.num_experts,
+                self.threads,
+            )
         else:
             cute.arch.griddepcontrol_wait()
             num_units = ptx.load_global(units)
@@ -232,18 +243,19 @@ class DecodeKernel(Kernel):
         num_rows = self.first_row(block + 1) - first_row
         begin = self.cut(block, num_units)
         tiles = self.cut(block + 1, num_units) - begin
-        jobs = num_units if self.whole_jobs else num_units * num_rows
+        job_rows = num_rows if self.whole_jobs else Int32(1)
         if warp >= self.warps:
             self.serve(
                 shared,
                 units,
                 (gate_up, down, hidden),
-                (begin, tiles, first_row, num_rows, jobs),
+                (begin, tiles, first_row, num_rows, num_units, job_rows),
                 warp - self.warps,
             )
         else:
             slot, phase = self.gate_up(shared, units, z, begin, tiles, warp)
-            self.down(shared, units, hidden, out, (first_row, num_rows, jobs), slot, phase, warp)
+            share = (first_row, num_rows, num_units, job_rows)
+            self.down(shared, units, hidden, out, share, slot, phase, warp)
         if cutlass.const_expr(self.weighted):
             cute.arch.sync_threads()
             self.combine(shared, ids, weights, out, first_row, num_rows, num_tokens)
@@ -288,25 +300,40 @@ class DecodeKernel(Kernel):
 
     @cute.jit
     def cut(self, block: Int32, num_units: Int32) -> Int32:
-        """First gate/up tile of a block.
+        """First gate/up tile of a block, in fixed point.
 
-        Blocks below `block` hold that share of all bytes, less the bytes of their down tiles.
+        The blocks below it hold their share of all bytes, less those of their down tiles.
         """
         both = self.gate_up_tiles * self.slot_bytes + self.down_tiles * self.down_bytes
-        rows = self.first_row(block)
-        per_unit = Int64(block) * (both // 16) - Int64(rows) * (
-            self.num_blocks * self.down_bytes // 16
-        )
-        return Int32(Int64(num_units) * per_unit // (self.num_blocks * self.slot_bytes // 16))
+        share = (both << _CUT_BITS) // (self.num_blocks * self.slot_bytes)
+        row = (self.down_bytes << _CUT_BITS) // self.slot_bytes
+        # Where down is most of the bytes, the blocks that have an extra row get no gate/up.
+        per_unit = cutlass.max(block * share - self.first_row(block) * row, 0)
+        tile = Int32((Int64(num_units) * Int64(per_unit)) >> _CUT_BITS)
+        if block == self.num_blocks:
+            tile = num_units * self.gate_up_tiles
+        return tile
+
+    def slot_jobs(self, job_rows):
+        """Down jobs that share a ring slot."""
+        return self.slot_tiles // cutlass.max(job_rows, 1)
+
+    @cute.jit
+    def place(self, job: Int32, num_rows: Int32):
+        """Unit and first row, among the block's, of a down job."""
+        unit, row = job, Int32(0)
+        if cutlass.const_expr(not self.whole_jobs):
+            unit, row = job // num_rows, job % num_rows
+        return unit, row
 
     @cute.jit
     def expert_of(self, shared: Uint32, units: Int64, unit: Int32) -> Int32:
         """The expert of a unit."""
         expert = Int32(0)
         if cutlass.const_expr(self.groups_itself):
-            expert = ptx.load_shared(shared + Uint32(self.tables_offset + unit * 4))
+            expert = ptx.load_shared(shared + Uint32(HEADER_BYTES + unit * 4))
         else:
-            expert = ptx.load_global(units + UNIT * 4 + Int64(unit) * ((UNIT + 1) * 4))
+            expert = ptx.load_global(units + record_offset(unit))
         return expert
 
     @cute.jit
@@ -314,77 +341,11 @@ class DecodeKernel(Kernel):
         """Route token * top_k + slot of a unit's column, or -1."""
         route = Int32(0)
         if cutlass.const_expr(self.groups_itself):
-            routes = self.tables_offset + MAX_BLOCK_ROUTES * 4
-            route = ptx.load_shared(shared + Uint32(routes + (unit * UNIT + column) * 4))
+            place = HEADER_BYTES + ROUTES_OFFSET + (unit * UNIT + column) * 4
+            route = ptx.load_shared(shared + Uint32(place))
         else:
-            offset = UNIT * 4 + 4 + column * 4
-            route = ptx.load_global(units + offset + Int64(unit) * ((UNIT + 1) * 4))
+            route = ptx.load_global(units + record_offset(unit) + 4 + column * 4)
         return route
-
-    @cute.jit
-    def group_routes(self, shared: Uint32, ids: Int64, weights: Int64, num_routes: Int32) -> Int32:
-        """Fills the unit tables, units in order of their first route; returns how many there are.
-
-        Thread r below 128 stands for route r. Its rank among the routes of its expert tells its
-        unit (every 8 make one) and column; the first of a unit finds the unit's number by counting
-        the firsts before it, and leaves it where the others look it up.
-        """
-        thread, _, _ = cute.arch.thread_idx()
-        lane = thread % 32
-        experts = shared + Uint32(self.tables_offset)
-        routes = experts + Uint32(MAX_BLOCK_ROUTES * 4)
-        known = routes + Uint32(MAX_BLOCK_ROUTES * UNIT * 4)
-        totals = shared + Uint32(self.partials_offset)
-        for word in cutlass.range(thread, MAX_BLOCK_ROUTES * UNIT, self.threads):
-            ptx.store_shared(routes + Uint32(word * 4), Int32(-1))
-        expert, weight = Int32(-1), Int32(0)
-        if thread < num_routes:
-            expert = ptx.load_global(ids + Int64(thread) * 4)
-            weight = ptx.load_global(weights + Int64(thread) * 4)
-        valid = Uint32(expert) < Uint32(self.num_experts)
-        if thread < MAX_BLOCK_ROUTES:
-            ptx.store_shared(known + Uint32(thread * 4), expert)
-            ptx.store_shared(known + Uint32((MAX_BLOCK_ROUTES + thread) * 4), weight)
-        cute.arch.sync_threads()
-
-        rank = Int32(0)
-        if thread < MAX_BLOCK_ROUTES:
-            rank = self.rank_route(known, expert, num_routes)
-        first = valid & (rank % UNIT == 0)
-        ballot = Uint32(cute.arch.vote_ballot_sync(first))
-        if (lane == 0) & (thread < MAX_BLOCK_ROUTES):
-            ptx.store_shared(totals + Uint32(thread // 32 * 4), Int32(cute.arch.popc(ballot)))
-        cute.arch.sync_threads()
-
-        unit, num_units = Int32(0), Int32(0)
-        for other in cutlass.range_constexpr(MAX_BLOCK_ROUTES // 32):
-            total = ptx.load_shared(totals + Uint32(other * 4))
-            num_units += total
-            if other < thread // 32:
-                unit += total
-        unit += Int32(cute.arch.popc(ballot & ((Uint32(1) << Uint32(lane)) - Uint32(1))))
-        # The ring is not in use yet.
-        numbers = self.ring_offset + (rank // UNIT * self.num_experts + expert) * 4
-        if first:
-            ptx.store_shared(shared + Uint32(numbers), unit)
-            ptx.store_shared(experts + Uint32(unit * 4), expert)
-        cute.arch.sync_threads()
-        if valid:
-            unit = ptx.load_shared(shared + Uint32(numbers))
-            ptx.store_shared(routes + Uint32((unit * UNIT + rank % UNIT) * 4), thread)
-        return num_units
-
-    @cute.jit
-    def rank_route(self, known: Uint32, expert: Int32, num_routes: Int32) -> Int32:
-        """How many routes before this thread's have its expert."""
-        thread, _, _ = cute.arch.thread_idx()
-        rank = Int32(0)
-        for first in cutlass.range(0, num_routes, 4, unroll=4):
-            others = ptx.load_shared_4(known + Uint32(first * 4))
-            for step in cutlass.range_constexpr(4):
-                same = Int32(Int32(others[step]) == expert) & Int32(first + step < thread)
-                rank += same
-        return rank
 
     @cute.jit
     def serve(self, shared, units, memory, share, buffer):
@@ -395,14 +356,14 @@ class DecodeKernel(Kernel):
         first service warp.
         """
         gate_up, down, hidden = memory
-        begin, tiles, first_row, num_rows, jobs = share
+        begin, tiles, _, num_rows, num_units, job_rows = share
         lane = cute.arch.lane_idx()
         policy = ptx.evict_first_policy()
-        slot_jobs = self.jobs_of_slot(num_rows)
-        num_stages = tiles + (jobs + slot_jobs - 1) // slot_jobs
-        if num_rows == 0:
-            num_stages = tiles
-        copies = (units, gate_up, down, begin, tiles, first_row, num_rows, jobs, policy)
+        num_stages = tiles
+        if num_rows > 0:
+            slot_jobs = self.slot_jobs(job_rows)
+            num_stages += (num_units * num_rows // job_rows + slot_jobs - 1) // slot_jobs
+        copies = (units, gate_up, down, share, policy)
         unit, expert = Int32(-1), Int32(0)
         if buffer == 0:
             for stage in cutlass.range(cutlass.min(self.stages, num_stages)):
@@ -432,17 +393,14 @@ class DecodeKernel(Kernel):
                 ptx.barrier_wait(self.empty(shared, stage % self.stages), parity)
                 unit, expert = self.copy_stage(shared, copies, stage, unit, expert)
 
-    def jobs_of_slot(self, num_rows):
-        """Down jobs that share a ring slot."""
-        return self.slot_tiles // cutlass.max(num_rows, 1) if self.whole_jobs else self.slot_tiles
-
     @cute.jit
     def copy_stage(self, shared, copies, stage, unit, expert):
         """Starts the copies of a stage: a gate/up tile, or down tiles, one a lane.
 
         `expert` is that of `unit`, the last unit looked up, for stages of gate/up.
         """
-        units, gate_up, down, begin, tiles, first_row, num_rows, jobs, policy = copies
+        units, gate_up, down, share, policy = copies
+        begin, tiles, first_row, num_rows, num_units, job_rows = share
         lane = cute.arch.lane_idx()
         full = self.full(shared, stage % self.stages)
         target = shared + Uint32(self.ring_offset + stage % self.stages * self.slot_bytes)
@@ -457,18 +415,16 @@ class DecodeKernel(Kernel):
                 source = gate_up + row * self.slot_bytes
                 ptx.bulk_copy(target, source, Int32(self.slot_bytes), full, policy)
         else:
-            slot_jobs = self.jobs_of_slot(num_rows)
+            slot_jobs = self.slot_jobs(job_rows)
             job = (stage - tiles) * slot_jobs + lane
-            count = cutlass.min(jobs - (job - lane), slot_jobs)
-            now, row, num_bytes = job, first_row, num_rows * self.down_bytes
-            if cutlass.const_expr(not self.whole_jobs):
-                now, row = job // num_rows, first_row + job % num_rows
-                num_bytes = Int32(self.down_bytes)
+            count = cutlass.min(num_units * num_rows // job_rows - (job - lane), slot_jobs)
+            num_bytes = job_rows * self.down_bytes
             if lane == 0:
                 ptx.barrier_expect(full, count * num_bytes)
             cute.arch.sync_warp()
             if lane < count:
-                tile = Int64(self.expert_of(shared, units, now)) * self.down_tiles + row
+                now, row = self.place(job, num_rows)
+                tile = Int64(self.expert_of(shared, units, now)) * self.down_tiles + first_row + row
                 target = target + Uint32(lane * num_bytes)
                 ptx.bulk_copy(target, down + tile * self.down_bytes, num_bytes, full, policy)
         return unit, expert
@@ -534,50 +490,46 @@ class DecodeKernel(Kernel):
 
         The hidden values of the next job are on their way while the sums of this one are stored.
         """
-        first_row, num_rows, jobs = share
+        first_row, num_rows, num_units, job_rows = share
         lane = cute.arch.lane_idx()
         cute.arch.griddepcontrol_wait()
         columns = self.zeros(self.batch_chunks * 8, Uint32)
-        slot_jobs, rows = self.jobs_of_slot(num_rows), num_rows
-        if cutlass.const_expr(not self.whole_jobs):
-            rows = Int32(1)
-        job, route, source = warp, Int32(-1), hidden
-        if num_rows == 0:
-            jobs = Int32(0)
+        slot_jobs, jobs = self.slot_jobs(job_rows), Int32(0)
+        if num_rows > 0:
+            jobs = num_units * num_rows // job_rows
+        job, row, route, source = warp, Int32(0), Int32(-1), hidden
         if job < jobs:
-            route, source = self.find_hidden(shared, units, hidden, job, num_rows)
+            unit, row = self.place(job, num_rows)
+            route, source = self.find_hidden(shared, units, hidden, unit)
             self.load_hidden(columns, source, route)
         for first in cutlass.range(0, jobs, slot_jobs):
             last = cutlass.min(jobs, first + slot_jobs)
             ptx.barrier_wait(self.full(shared, slot), phase)
             for current in cutlass.range(job, last, self.warps):
-                offset = slot * self.slot_bytes + (current - first) * (rows * self.down_bytes)
+                offset = slot * self.slot_bytes + (current - first) * (job_rows * self.down_bytes)
                 weights = shared + Uint32(self.ring_offset + offset)
                 job = current + self.warps
-                next_route, next_source = Int32(-1), source
+                next_row, next_route, next_source = Int32(0), Int32(-1), source
                 if job < jobs:
-                    next_route, next_source = self.find_hidden(shared, units, hidden, job, num_rows)
+                    unit, next_row = self.place(job, num_rows)
+                    next_route, next_source = self.find_hidden(shared, units, hidden, unit)
                 sums = self.zeros(8, Float32)
                 more = self.zeros(8, Float32)
                 for batch in cutlass.range(self.batches):
                     self.await_hidden(columns, source, route)
                     self.multiply_batch(weights, columns, sums)
-                    if cutlass.const_expr(self.whole_jobs):
-                        if rows == 2:
-                            self.multiply_batch(weights + Uint32(self.down_bytes), columns, more)
+                    if job_rows == 2:
+                        self.multiply_batch(weights + Uint32(self.down_bytes), columns, more)
                     weights = weights + Uint32(self.batch_chunks * CHUNK_BYTES)
                     source = source + self.batch_chunks * 2 * CHUNK
                     following = route
                     if batch == self.batches - 1:
                         source, following = next_source, next_route
                     self.load_hidden(columns, source, following)
-                row = Int32(0)
-                if cutlass.const_expr(not self.whole_jobs):
-                    row = current % num_rows
                 self.store_sums(shared, out, sums, route, row, first_row)
-                if rows == 2:
+                if job_rows == 2:
                     self.store_sums(shared, out, more, route, row + 1, first_row)
-                route = next_route
+                row, route = next_row, next_route
             cute.arch.sync_warp()
             if lane == 0:
                 ptx.barrier_arrive(self.empty(shared, slot))
@@ -629,11 +581,9 @@ class DecodeKernel(Kernel):
             ptx.store_shared_float(column + Uint32(offset), sums[value] + sums[value + 4])
 
     @cute.jit
-    def find_hidden(self, shared, units, hidden, job, num_rows):
-        """This lane's route of a job's unit, and where its hidden values begin."""
-        unit, lane = job, cute.arch.lane_idx()
-        if cutlass.const_expr(not self.whole_jobs):
-            unit = job // num_rows
+    def find_hidden(self, shared, units, hidden, unit):
+        """This lane's route of a unit, and where its hidden values begin."""
+        lane = cute.arch.lane_idx()
         route = self.route_of(shared, units, unit, lane // 4)
         return route, hidden + Int64(route) * (2 * self.inner) + (lane % 4) * 32
 
@@ -659,8 +609,9 @@ class DecodeKernel(Kernel):
     def some_missing(self, columns: cute.Tensor):
         """Whether a lane of the warp holds a word that was not written yet."""
         newest = Uint32(0)
-        for index in cutlass.range_constexpr(self.batch_chunks * 8):
-            newest = cutlass.max(newest, columns[index])
+        for chunk in cutlass.range_constexpr(self.batch_chunks):
+            for word in cutlass.range_constexpr(8):
+                newest = cutlass.max(newest, columns[chunk * 8 + word])
         return cute.arch.vote_any_sync(newest == Uint32(NOT_WRITTEN))
 
     @cute.jit
@@ -718,9 +669,9 @@ class DecodeKernel(Kernel):
         """Expert and weight of a route."""
         expert, weight = Int32(0), Float32(0.0)
         if cutlass.const_expr(self.groups_itself):
-            kept = shared + Uint32(self.tables_offset + MAX_BLOCK_ROUTES * 4 * (1 + UNIT))
-            expert = ptx.load_shared(kept + Uint32(route * 4))
-            weight = ptx.load_shared_float(kept + Uint32((MAX_BLOCK_ROUTES + route) * 4))
+            kept = shared + Uint32(HEADER_BYTES + GAINS_OFFSET + route * 8)
+            expert = ptx.load_shared(kept)
+            weight = ptx.load_shared_float(kept + Uint32(4))
         else:
             expert = ptx.load_global(ids + Int64(route) * 4)
             weight = ptx.load_global_float(weights + Int64(route) * 4)
@@ -770,9 +721,7 @@ def _multiply(
             _multiply_chunk(again, [Uint32(_ONES)] * 2, factors, columns, first, sums, chunk)
     if large == 0:
         for chunk in cutlass.range_constexpr(chunks):
-            factors = [
-                ptx.power_pair(_scale_pair(scales, 2 * chunk + pair)) for pair in range(2)
-            ]
+            factors = [ptx.power_pair(_scale_pair(scales, 2 * chunk + pair)) for pair in range(2)]
             _multiply_chunk(
                 words[4 * chunk : 4 * chunk + 4], factors, None, columns, first, sums, chunk
             )

@@ -17,13 +17,10 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
 from k3jax.ops.experts import kernel_ptx as ptx
-from k3jax.ops.experts.kernel_decode import NOT_WRITTEN, UNIT
+from k3jax.ops.experts.kernel_decode import NOT_WRITTEN
+from k3jax.ops.experts.kernel_units import UNIT, record_offset
 from k3jax.runtime.program import Kernel
 
-UNIT_BYTES = 4 * (1 + UNIT)
-"""A unit in the table: its expert, then its routes, -1 where there is none."""
-TABLE_HEADER_BYTES = 4 * UNIT
-"""Before the units: their number, then nothing."""
 _FILL_BYTES = 64
 """Bytes that a thread fills."""
 
@@ -116,7 +113,7 @@ class PrepareKernel(Kernel):
         if thread < self.num_experts:
             ptx.store_shared(bases + Uint32(thread * 4), base)
             for index in cutlass.range(own_units):
-                record = self.record(units, base + index)
+                record = units + record_offset(base + index)
                 ptx.store_global(record, thread)
                 for column in cutlass.range_constexpr(UNIT):
                     if index * UNIT + column >= total:
@@ -127,11 +124,7 @@ class PrepareKernel(Kernel):
             expert, rank = self.rank(ids, mine, first + lane, end)
             if expert < self.num_experts:
                 unit = ptx.load_shared(bases + Uint32(expert * 4)) + rank // UNIT
-                ptx.store_global(self.record(units, unit) + 4 + rank % UNIT * 4, first + lane)
-
-    def record(self, units, unit):
-        """Address of a unit in the table."""
-        return units + TABLE_HEADER_BYTES + Int64(unit) * UNIT_BYTES
+                ptx.store_global(units + record_offset(unit) + 4 + rank % UNIT * 4, first + lane)
 
     @cute.jit
     def rank(self, ids: Int64, counts: Uint32, route: Int32, end: Int32):

@@ -211,12 +211,14 @@ def any_lane(word: Uint32) -> Int32:
 
 def spread_byte(word: Uint32, index: int) -> Uint32:
     """Byte `index` of a word, in both halves."""
-    return _ptx("prmt.b32 {$w0}, {$r0}, 0, %d;" % (0x4040 | index | index << 8), [Uint32], word)
+    selector = str(0x4040 | index | index << 8)
+    return _ptx("prmt.b32 {$w0}, {$r0}, 0, " + selector + ";", [Uint32], word)
 
 
 def power_pair(q: Uint32) -> Uint32:
-    """A pair of bf16 2^(q - 127) * 2^126, for q up to 127 in both halves: exponent field q + 126."""
-    return _ptx("mad.lo.u32 {$w0}, {$r0}, 128, %d;" % (126 * 0x00800080), [Uint32], q)
+    """A pair of bf16 2^(q - 127) * 2^126, for q up to 127 in both halves: exponent q + 126."""
+    bias = str(126 * 0x00800080)
+    return _ptx("mad.lo.u32 {$w0}, {$r0}, 128, " + bias + ";", [Uint32], q)
 
 
 def scale_pair(pair: Uint32, factor: Uint32) -> Uint32:
