@@ -34,18 +34,30 @@ BUDGET_MS = 20_000
 """How long the host implementation waits for another rank."""
 
 
-def geometry(ranks: int, latent_size: int, hidden_size: int) -> dict[str, int]:
-    """How a rank's blocks share the work: `groups`, `k_blocks`, `k_parts`, `warps` of the kernel.
+def kernel_facts(
+    ranks: int, latent_size: int, hidden_size: int, num_tokens: int
+) -> dict[str, int | bool]:
+    """How a rank's blocks share the work of a call; static facts of `TailKernel`.
 
     Eight blocks of a cluster split K, clusters split the rows, and a block's warps split its row
-    tiles and, while there are warps, its slice of K once more.
+    tiles and, while there are warps, its slice of K once more. More tokens take more shared memory.
     """
     tiles = hidden_size // ranks // TILE_ROWS
     groups = max(n for n in range(1, MOST_GROUPS + 1) if tiles % n == 0)
     steps = latent_size // (K_BLOCKS * STEP)
-    fitting = [n for n in range(1, steps + 1) if steps % n == 0 and tiles // groups * n <= WARPS]
-    parts = max(fitting, default=0)
-    return {"groups": groups, "k_blocks": K_BLOCKS, "k_parts": parts, "warps": WARPS}
+    parts = max(n for n in range(1, steps + 1) if steps % n == 0 and tiles // groups * n <= WARPS)
+    few = num_tokens <= K_BLOCKS
+    return {
+        "ranks": ranks,
+        "latent_size": latent_size,
+        "hidden_size": hidden_size,
+        "groups": groups,
+        "k_blocks": K_BLOCKS,
+        "k_parts": parts,
+        "warps": WARPS,
+        "round_tokens": 1 if few else 8 if ranks >= 8 else 4,
+        "two_shot": goes_in_two_shots(num_tokens, ranks),
+    }
 
 
 def goes_in_two_shots(num_tokens: int, ranks: int) -> bool:

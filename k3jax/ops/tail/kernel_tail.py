@@ -6,13 +6,12 @@ Schedule. The grid is `groups` clusters of `k_blocks` blocks, at most one block 
 and one launch does everything. Block b of cluster g owns slice b of the latent (L / k_blocks
 columns) and, with its cluster, share g of the rank's rows of the up-projection.
 
-- At entry every lane issues its loads that depend on nothing: the header, its first piece of the
-  partials, its part of the norm's gain, and its share of the up-projection into shared memory. The
-  weights come last, or the small loads that everything else waits for would queue behind them; but
-  first of all, and before `griddepcontrol.wait`, where the launch overlaps its predecessor
-  (`overlaps`). They are copied asynchronously and not loaded into registers, because a warp that
-  waits for one of its loads waits for those before it too. Only what shared memory cannot hold
-  (half of it at TP=2) goes into registers, after the reduction has polled.
+- At entry every lane loads what depends on nothing (a word of the header, its first piece of the
+  partials, its part of the norm's gain), and one warp starts bulk copies of the block's weights
+  into shared memory; before `griddepcontrol.wait` where the launch overlaps its predecessor
+  (`overlaps`). Bulk copies, because 57 KB of loads would fill the queue that every other access of
+  the multiprocessor goes through: the header was 2 us late behind them. What shared memory cannot
+  hold (a fifth at TP=2) goes into registers, after the reduction has polled.
 - All blocks publish: partial latents (or the weighted sum of the unfinalised rows) and slices of
   the shared partial, spread over the grid by warps. Then the upper half of the warps re-arms the
   previous slot, while the lower one polls.
@@ -27,7 +26,7 @@ columns) and, with its cluster, share g of the rank's rows of the up-projection.
   alike, the sum over k is the same and nothing is shuffled. The partial sums of a token go to one
   block of the cluster, which adds them in order, rounds, adds the shared partials (polled while the
   cluster's stores land) and publishes the row's columns to all ranks, a word a lane. Tokens
-  are taken in rounds of four a block, on two buffers, so one cluster barrier a round suffices.
+  are taken in rounds, on two buffers, so one cluster barrier a round suffices.
 - Gather: every lane polls its pieces of the output mailbox and writes the result.
 
 Why it cannot hang. Blocks wait for words that blocks of the same phase or an earlier one store, on
@@ -66,12 +65,8 @@ TILE_ROWS = 16
 """Rows of the up-projection in one matrix instruction."""
 STEP = 32
 """Elements of the latent that one 16-byte load a lane covers: two matrix instructions."""
-SHARED_STEPS = 7
-"""Most steps whose weights a lane keeps in shared memory, 32 bytes each."""
-STAGED_TOKENS = 32
-"""Rows of latents that shared memory holds."""
-ROUND_TOKENS = 4
-"""Tokens whose sums one block finishes in one round."""
+SHARED_BYTES = 232448
+"""Most dynamic shared memory of a block: 227 KiB on every architecture that this is built for."""
 POLLED_LOADS = 8
 """Loads of 16 bytes that a lane has in flight while it polls partial latents."""
 STAGED_LOADS = 4
@@ -91,6 +86,7 @@ class TailKernel(Kernel):
         k_blocks: blocks of a cluster, each with its slice of the latent.
         k_parts: warps that share a row tile, each with its part of the block's slice.
         warps: of a block; at least one for each row tile and part of K.
+        round_tokens: tokens whose sums one block finishes in a round.
         two_shot: a row is summed by one rank and sent on, rather than by every rank.
         scattered: the result is this rank's columns [T, H / R], not [T, H].
         experts_per_token: K unfinalised rows a token; 0 for a finalised latent.
@@ -105,6 +101,7 @@ class TailKernel(Kernel):
     k_blocks: int
     k_parts: int
     warps: int
+    round_tokens: int
     two_shot: bool
     scattered: bool = False
     experts_per_token: int = 0
@@ -152,9 +149,13 @@ class TailKernel(Kernel):
         return self.k_width // (STEP * self.k_parts)
 
     @property
-    def shared_steps(self) -> int:
-        """Steps whose weights wait in shared memory; the others wait in registers."""
-        return min(self.steps, SHARED_STEPS if self.k_parts == 1 else self.steps)
+    def kept_steps(self) -> int:
+        """Steps of the block's slice whose weights are in shared memory; others in registers."""
+        steps = self.k_width // STEP
+        if self.k_parts > 1:
+            return steps
+        room = SHARED_BYTES - 2 * self.buffer_bytes - self.parts[3]
+        return next(n for n in range(steps, -1, -1) if self.rows * _odd_lines(n) <= room)
 
     @property
     def multipliers(self) -> int:
@@ -188,11 +189,19 @@ class TailKernel(Kernel):
 
     @property
     def row_bytes(self) -> int:
-        """Stride of a row in shared memory: an odd multiple of 64 bytes.
+        """Stride of a latent's slice in shared memory."""
+        return _odd_lines(self.k_width // STEP)
 
-        The eight lanes of one phase of a 16-byte read (2 tokens x 4 lanes) then never collide.
-        """
-        return 64 * (self.k_width * 2 // 64 | 1)
+    @property
+    def weight_bytes(self) -> int:
+        """Stride of a weight row's slice in shared memory."""
+        return _odd_lines(self.kept_steps)
+
+    @property
+    def staged_tokens(self) -> int:
+        """Rows of latents that shared memory holds: a round's, or more for a reduction."""
+        held = self.round_tokens * self.k_blocks
+        return held if self.round_tokens == 1 else max(held, 32)
 
     @property
     def partials(self) -> int:
@@ -201,32 +210,30 @@ class TailKernel(Kernel):
 
     @property
     def buffer_bytes(self) -> int:
-        """One buffer of partial sums: [ROUND_TOKENS, partials, rows] float32."""
-        return ROUND_TOKENS * self.partials * self.rows * 4
+        """One buffer of partial sums: [round_tokens, partials, rows] float32."""
+        return self.round_tokens * self.partials * self.rows * 4
 
     @property
     def squares_bytes(self) -> int:
-        """Sums of squares: [STAGED_TOKENS, k_blocks, row_warps] float32."""
-        return STAGED_TOKENS * self.k_blocks * self.row_warps * 4
+        """Sums of squares: [staged_tokens, k_blocks, row_warps] float32."""
+        return self.staged_tokens * self.k_blocks * self.row_warps * 4
 
     @property
-    def parts(self) -> tuple[int, int, int, int, int]:
-        """Shared memory: header, squares, rows, weights, sums; the offset of each."""
-        sizes = (
-            HEADER_WORDS * 4,
-            self.squares_bytes,
-            STAGED_TOKENS * self.row_bytes,
-            self.multipliers * self.shared_steps * 1024,
-        )
-        offsets = [0]
-        for size in sizes:
-            offsets.append(offsets[-1] + -(-size // 128) * 128)
-        return tuple(offsets)
+    def parts(self) -> tuple[int, int, int, int]:
+        """Offsets in shared memory of header and barrier, squares, latents, weights."""
+        squares = HEADER_WORDS * 4 + 128
+        latents = squares + -(-self.squares_bytes // 128) * 128
+        return 0, squares, latents, latents + self.staged_tokens * self.row_bytes
+
+    @property
+    def sums(self) -> int:
+        """Offset of the two buffers of sums."""
+        return self.parts[3] + self.rows * self.weight_bytes
 
     @property
     def shared_bytes(self) -> int:
-        """All of it, with two buffers of sums."""
-        return self.parts[-1] + 2 * self.buffer_bytes
+        """All of it."""
+        return self.sums + 2 * self.buffer_bytes
 
     @cute.kernel
     def device(
@@ -278,7 +285,7 @@ class TailKernel(Kernel):
             self.arrive(own, epoch, num_tokens)
         if (failed != Uint32(0)) & (failed != epoch + Uint32(1)):
             self.fill_with_nan(out, num_tokens)
-            cute.arch.cp_async_wait_group(0)
+            self.wait_for_weights(smem)
             words.cluster_wait()
         else:
             slot = Int32(epoch % Uint32(SLOTS))
@@ -301,56 +308,58 @@ class TailKernel(Kernel):
 
     @cute.jit
     def fetch_weights(self, up_proj: Int64, own: Int64, stride: Int32, smem: Uint32):
-        """Starts the copies of a lane's share into shared memory."""
+        """One warp starts the copies of the block's rows into shared memory."""
         thread, _, _ = cute.arch.thread_idx()
-        rank = Int32(0)
-        if stride != 0:  # else no copy need wait for the header
-            rank = Int32(words.load_peer_word(own, RANK_WORD * 4))
-        if thread < 32 * self.multipliers:
-            address = self.weights_of_lane(up_proj, rank * stride)
-            target = self.kept(smem, 0)
-            for step in cutlass.range_constexpr(self.shared_steps):
-                at = address + step * STEP * 2
-                words.copy_weights(target + Uint32(2 * step * self.multipliers * 512), at)
-                at = at + 8 * self.latent_size * 2
-                words.copy_weights(target + Uint32((2 * step + 1) * self.multipliers * 512), at)
-        cute.arch.cp_async_commit_group()
+        lane = thread % 32
+        if thread // 32 == self.warps - 1:
+            barrier = smem + Uint32(HEADER_WORDS * 4)
+            width = self.kept_steps * STEP * 2
+            if lane == 0:
+                ptx.barrier_init(barrier, 1)
+                words.fence_barrier_init()
+                ptx.barrier_expect(barrier, Int32(self.rows * width))
+            cute.arch.sync_warp()
+            rank = Int32(0)
+            if stride != 0:  # else no copy need wait for the header
+                rank = Int32(words.load_peer_word(own, RANK_WORD * 4))
+            policy = ptx.evict_first_policy()
+            source = self.slice_of_row(up_proj, rank * stride)
+            for row in cutlass.range(lane, self.rows, 32):
+                target = smem + Uint32(self.parts[3]) + Uint32(row * self.weight_bytes)
+                at = source + Int64(row) * (self.latent_size * 2)
+                ptx.bulk_copy(target, at, Int32(width), barrier, policy)
+
+    @cute.jit
+    def slice_of_row(self, up_proj: Int64, first_row: Int32) -> Int64:
+        """Address of the block's slice of its cluster's first row."""
+        block, _, _ = cute.arch.block_idx()
+        row = first_row + (block // self.k_blocks) * self.rows
+        return up_proj + (Int64(row) * self.latent_size + block % self.k_blocks * self.k_width) * 2
+
+    @cute.jit
+    def wait_for_weights(self, smem: Uint32):
+        """Returns once the copies have landed."""
+        ptx.barrier_wait(smem + Uint32(HEADER_WORDS * 4), Uint32(0))
 
     @cute.jit
     def load_weights(self, up_proj: Int64, first_row: Int32):
-        """Issues the loads of what is left of a lane's share, into registers."""
-        address = self.weights_of_lane(up_proj, first_row)
+        """Issues a lane's loads of the steps that shared memory does not hold."""
+        thread, _, _ = cute.arch.thread_idx()
+        row = thread // 32 * TILE_ROWS + thread % 32 // 4
+        address = self.slice_of_row(up_proj, first_row) + Int64(row) * (self.latent_size * 2)
         held = []
-        for step in cutlass.range_constexpr(self.shared_steps, self.steps):
-            at = address + step * STEP * 2
-            below = at + 8 * self.latent_size * 2
-            held.append((words.load_weights(at), words.load_weights(below)))
+        for step in cutlass.range_constexpr(self.kept_steps, self.steps):
+            at = address + step * STEP * 2 + thread % 4 * 16
+            held.append((words.load_weights(at), words.load_weights(at + 16 * self.latent_size)))
         return held
 
     @cute.jit
-    def weights_of_lane(self, up_proj: Int64, first_row: Int32) -> Int64:
-        """Address of a lane's first 16 bytes, in row g of its warp's tile."""
-        thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        warp, lane = thread // 32, thread % 32
-        row = first_row + (block // self.k_blocks) * self.rows + (warp // self.k_parts) * 16
-        k = (block % self.k_blocks) * self.k_width + (warp % self.k_parts) * (self.steps * STEP)
-        return up_proj + (Int64(row + lane // 4) * self.latent_size + k + lane % 4 * 8) * 2
-
-    @cute.jit
-    def kept(self, smem: Uint32, step: cutlass.Constexpr) -> Uint32:
-        """Where a lane keeps the weights of a step in shared memory."""
-        thread, _, _ = cute.arch.thread_idx()
-        offset = self.parts[3] + 2 * step * self.multipliers * 512
-        return smem + Uint32(offset) + Uint32(thread * 16)
-
-    @cute.jit
-    def step_weights(self, held: cutlass.Constexpr, step: cutlass.Constexpr, smem: Uint32):
-        """A lane's 16 bytes of rows g and g + 8 for one step."""
-        if cutlass.const_expr(step >= self.shared_steps):
-            return held[step - self.shared_steps]
-        at = self.kept(smem, step)
-        return ptx.load_shared_4(at), ptx.load_shared_4(at + Uint32(self.multipliers * 512))
+    def step_weights(self, held: cutlass.Constexpr, step: cutlass.Constexpr, kept: Uint32):
+        """A lane's 16 bytes of rows g and g + 8 for one step; `kept` is the address of step 0."""
+        if cutlass.const_expr(self.k_parts == 1 and step >= self.kept_steps):
+            return held[step - self.kept_steps]
+        at = kept + Uint32(step * STEP * 2)
+        return ptx.load_shared_4(at), ptx.load_shared_4(at + Uint32(8 * self.weight_bytes))
 
     @cute.jit
     def load_gain(self, gain: Int64):
@@ -671,18 +680,18 @@ class TailKernel(Kernel):
     @cute.jit
     def project(self, own, out, held, rank, slot, num_tokens, epoch, left, smem):
         """Rounds of tokens through the matrix instructions; returns what is left of the budget."""
-        round_tokens = ROUND_TOKENS * self.k_blocks
-        cute.arch.cp_async_wait_group(0)
+        round_tokens = self.round_tokens * self.k_blocks
+        self.wait_for_weights(smem)
         for first in cutlass.range(0, num_tokens, round_tokens):
             count = cutlass.min(num_tokens - first, round_tokens)
-            sums = smem + Uint32(self.parts[4])
+            sums = smem + Uint32(self.sums)
             sums = sums + Uint32(first // round_tokens % 2 * self.buffer_bytes)
             rows = first
             if cutlass.const_expr(self.two_shot):
                 left = self.stage_normed(own, slot, first, count, epoch, left, smem)
                 rows = Int32(0)
             if cute.arch.thread_idx()[0] < 32 * self.multipliers:
-                for group in cutlass.range(0, count, 16):
+                for group in cutlass.range(0, count, 8 * self.token_tiles):
                     self.multiply(held, rows, count, group, sums, smem)
             words.cluster_arrive()
             left = self.finish(own, out, rank, slot, first, count, epoch, left, sums, smem)
@@ -713,9 +722,14 @@ class TailKernel(Kernel):
         cute.arch.sync_threads()
         return left
 
+    @property
+    def token_tiles(self) -> int:
+        """Tiles of 8 tokens that a warp multiplies at once, to read each weight half as often."""
+        return min(self.round_tokens * self.k_blocks // 8, 2) or 1
+
     @cute.jit
     def multiply(self, held, rows, count, first, sums, smem):
-        """16 weight rows times 16 tokens, over the warp's part of K; sums go to the tokens' blocks.
+        """16 weight rows times 8 or 16 tokens, over the warp's part of K, for the tokens' blocks.
 
         Tokens past the last repeat it; their sums are dropped.
         """
@@ -724,20 +738,23 @@ class TailKernel(Kernel):
         warp, lane = thread // 32, thread % 32
         part, tile = warp % self.k_parts, warp // self.k_parts
         offset = Uint32(part * (self.steps * STEP * 2) + lane % 4 * 16)
-        tokens = [cutlass.min(first + 8 * n + lane // 4, count - 1) for n in range(2)]
+        tiles = self.token_tiles
+        tokens = [cutlass.min(first + 8 * n + lane // 4, count - 1) for n in range(tiles)]
         places = [self.staged(smem, rows + token) + offset for token in tokens]
         zero = Float32(0.0)
-        chains = [[(zero, zero, zero, zero) for _ in range(2)] for _ in range(2)]
+        chains = [[(zero, zero, zero, zero) for _ in range(2)] for _ in range(tiles)]
+        kept = smem + Uint32(self.parts[3]) + offset
+        kept = kept + Uint32((tile * TILE_ROWS + lane // 4) * self.weight_bytes)
         for step in cutlass.range_constexpr(self.steps):
-            above, below = self.step_weights(held, step, smem)
-            for n in cutlass.range_constexpr(2):
+            above, below = self.step_weights(held, step, kept)
+            for n in cutlass.range_constexpr(tiles):
                 x = ptx.load_shared_4(places[n] + Uint32(step * STEP * 2))
                 for half in cutlass.range_constexpr(2):
                     i, j = 2 * half, 2 * half + 1
                     a = (above[i], below[i], above[j], below[j])
                     chains[n][half] = ptx.multiply_add(a, (x[i], x[j]), chains[n][half])
         place = block % self.k_blocks * self.k_parts + part
-        for n in cutlass.range_constexpr(2):
+        for n in cutlass.range_constexpr(tiles):
             total = [a + b for a, b in zip(*chains[n], strict=True)]
             for i in cutlass.range_constexpr(2):
                 token = first + 8 * n + lane % 4 * 2 + i
@@ -759,7 +776,7 @@ class TailKernel(Kernel):
         index, pair = thread // pairs, pairs - 1 - thread % pairs
         token = index * self.k_blocks + block % self.k_blocks
         column = block // self.k_blocks * self.rows + pair * 2
-        here = (index < ROUND_TOKENS) & (token < count)
+        here = (index < self.round_tokens) & (token < count)
         shared = Uint32(0)
         if here:
             shared, left = self.sum_shared(own, slot, first + token, column, epoch, left)
@@ -829,6 +846,14 @@ class TailKernel(Kernel):
             words.store_words(out + Int64(piece) * 16, [got[j] for j in range(4)])
 
 
+def _odd_lines(steps: int) -> int:
+    """Stride of rows of some steps in shared memory: an odd multiple of 64 bytes.
+
+    The eight lanes of one phase of a 16-byte read (2 rows x 4 lanes) then never collide.
+    """
+    return 64 * (steps | 1)
+
+
 def _scale(pairs, factors, scale: Float32):
     """r(m * scale * gain) of 8 columns."""
     return [
@@ -840,19 +865,18 @@ def _scale(pairs, factors, scale: Float32):
     ]
 
 
-def _k3(ranks: int, **options) -> TailKernel:
-    from k3jax.ops.tail.fused import geometry
+def _k3(ranks: int, num_tokens: int, **options) -> TailKernel:
+    from k3jax.ops.tail.fused import kernel_facts
 
-    return TailKernel(
-        ranks=ranks, latent_size=3584, hidden_size=7168, max_tokens=128,
-        **geometry(ranks, 3584, 7168), **options,
-    )  # fmt: skip
+    return TailKernel(**kernel_facts(ranks, 3584, 7168, num_tokens), max_tokens=128, **options)
 
 
 REPRESENTATIVES = {
-    "one shot, TP=2": _k3(2, two_shot=False),
-    "one shot, TP=8": _k3(8, two_shot=False),
-    "one shot, TP=8, unfinalised": _k3(8, two_shot=False, experts_per_token=16),
-    "two shots, TP=8": _k3(8, two_shot=True),
-    "two shots, TP=16, scattered": _k3(16, two_shot=True, scattered=True),
+    "TP=2, 8 tokens": _k3(2, 8),
+    "TP=4, 8 tokens": _k3(4, 8),
+    "TP=8, 8 tokens": _k3(8, 8),
+    "TP=8, 8 tokens, unfinalised": _k3(8, 8, experts_per_token=16),
+    "TP=8, 64 tokens": _k3(8, 64),
+    "TP=2, 32 tokens": _k3(2, 32),
+    "TP=16, 64 tokens, scattered": _k3(16, 64, scattered=True),
 }

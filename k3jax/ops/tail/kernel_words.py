@@ -21,11 +21,6 @@ def load_weights(address: Int64):
     )
 
 
-def copy_weights(shared: Uint32, address: Int64):
-    """Starts a copy of 16 bytes into shared memory; the L2 fetches 128."""
-    _ptx("cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16;", (), shared, address)
-
-
 def load_if(condition: Int32, address: Int64):
     """16 bytes where the condition is not negative, else zeros and no access."""
     return _ptx(
@@ -87,6 +82,11 @@ def store_cluster_float(address: Uint32, block: Int32, value: Float32):
         block,
         value,
     )
+
+
+def fence_barrier_init():
+    """Makes an initialised shared-memory barrier visible to bulk copies."""
+    _ptx("fence.mbarrier_init.release.cluster;")
 
 
 def cluster_arrive():
