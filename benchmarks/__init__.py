@@ -1,0 +1,1 @@
+"""Benchmarks: each module times one part against what bounds it."""
