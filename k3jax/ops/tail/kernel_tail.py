@@ -46,6 +46,7 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from k3jax.ops.experts import kernel_ptx as ptx
 from k3jax.ops.tail import kernel_words as words
+from k3jax.ops.tail.geometry import STEP, TILE_ROWS, TailGeometry, kernel_facts
 from k3jax.runtime.program import Kernel
 from k3jax.runtime.workspace import (
     ARMED,
@@ -58,15 +59,8 @@ from k3jax.runtime.workspace import (
     PREVIOUS_WORD,
     RANK_WORD,
     SLOTS,
-    TailLayout,
 )
 
-TILE_ROWS = 16
-"""Rows of the up-projection in one matrix instruction."""
-STEP = 32
-"""Elements of the latent that one 16-byte load a lane covers: two matrix instructions."""
-SHARED_BYTES = 232448
-"""Most dynamic shared memory of a block: 227 KiB on every architecture that this is built for."""
 POLLED_LOADS = 8
 """Loads of 16 bytes that a lane has in flight while it polls partial latents."""
 STAGED_LOADS = 4
@@ -74,38 +68,8 @@ STAGED_LOADS = 4
 
 
 @dataclass(frozen=True)
-class TailKernel(Kernel):
-    """y = r(r(n W^T) + s), exchanged through mailboxes.
-
-    Attributes:
-        ranks: R.
-        latent_size: L, a multiple of 32 * k_blocks.
-        hidden_size: H; H / R is a multiple of 16 * groups.
-        max_tokens: M of the workspace.
-        groups: clusters of a rank, each with its rows of the up-projection.
-        k_blocks: blocks of a cluster, each with its slice of the latent.
-        k_parts: warps that share a row tile, each with its part of the block's slice.
-        warps: of a block; at least one for each row tile and part of K.
-        round_tokens: tokens whose sums one block finishes in a round.
-        two_shot: a row is summed by one rank and sent on, rather than by every rank.
-        scattered: the result is this rank's columns [T, H / R], not [T, H].
-        experts_per_token: K unfinalised rows a token; 0 for a finalised latent.
-        overlaps: the launch may start before the one before it has ended.
-    """
-
-    ranks: int
-    latent_size: int
-    hidden_size: int
-    max_tokens: int
-    groups: int
-    k_blocks: int
-    k_parts: int
-    warps: int
-    round_tokens: int
-    two_shot: bool
-    scattered: bool = False
-    experts_per_token: int = 0
-    overlaps: bool = False
+class TailKernel(TailGeometry, Kernel):
+    """y = r(r(n W^T) + s), exchanged through mailboxes; `TailGeometry` holds the static facts."""
 
     parameters = (
         ("latent", "address"),  # [T, L], or [T, K, L]
@@ -122,118 +86,6 @@ class TailKernel(Kernel):
         ("budget", "int32"),  # polls of a lane before it gives up
         ("eps", "float32"),
     )
-
-    @property
-    def layout(self) -> TailLayout:
-        """Where everything lies in a workspace."""
-        return TailLayout(self.ranks, self.max_tokens, self.latent_size, self.hidden_size)
-
-    @property
-    def k_width(self) -> int:
-        """Columns of the latent that a block owns."""
-        return self.latent_size // self.k_blocks
-
-    @property
-    def rows(self) -> int:
-        """Rows of the up-projection that a cluster owns."""
-        return self.layout.columns // self.groups
-
-    @property
-    def tiles(self) -> int:
-        """Row tiles of a cluster."""
-        return self.rows // TILE_ROWS
-
-    @property
-    def steps(self) -> int:
-        """Steps of a warp."""
-        return self.k_width // (STEP * self.k_parts)
-
-    @property
-    def kept_steps(self) -> int:
-        """Steps of the block's slice whose weights are in shared memory; others in registers."""
-        steps = self.k_width // STEP
-        if self.k_parts > 1:
-            return steps
-        room = SHARED_BYTES - 2 * self.buffer_bytes - self.parts[3]
-        return next(n for n in range(steps, -1, -1) if self.rows * _odd_lines(n) <= room)
-
-    @property
-    def multipliers(self) -> int:
-        """Warps that multiply."""
-        return self.tiles * self.k_parts
-
-    @property
-    def threads(self) -> int:
-        """Of a block."""
-        return 32 * self.warps
-
-    @property
-    def cluster(self) -> tuple[int, int, int]:
-        """The blocks that share rows."""
-        return (self.k_blocks, 1, 1)
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """One rank's blocks; a loopback launch has `ranks` of them along the second axis."""
-        return (self.k_blocks * self.groups, 1, 1)
-
-    @property
-    def chunks(self) -> int:
-        """16-byte pieces of a block's slice of a row."""
-        return self.k_width // 8
-
-    @property
-    def row_warps(self) -> int:
-        """Warps that a block's slice of a row takes."""
-        return -(-self.chunks // 32)
-
-    @property
-    def row_bytes(self) -> int:
-        """Stride of a latent's slice in shared memory."""
-        return _odd_lines(self.k_width // STEP)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Stride of a weight row's slice in shared memory."""
-        return _odd_lines(self.kept_steps)
-
-    @property
-    def staged_tokens(self) -> int:
-        """Rows of latents that shared memory holds: a round's, or more for a reduction."""
-        held = self.round_tokens * self.k_blocks
-        return held if self.round_tokens == 1 else max(held, 32)
-
-    @property
-    def partials(self) -> int:
-        """Partial sums of one output element."""
-        return self.k_blocks * self.k_parts
-
-    @property
-    def buffer_bytes(self) -> int:
-        """One buffer of partial sums: [round_tokens, partials, rows] float32."""
-        return self.round_tokens * self.partials * self.rows * 4
-
-    @property
-    def squares_bytes(self) -> int:
-        """Sums of squares: [staged_tokens, k_blocks, row_warps] float32."""
-        return self.staged_tokens * self.k_blocks * self.row_warps * 4
-
-    @property
-    def parts(self) -> tuple[int, int, int, int]:
-        """Offsets in shared memory of header and barrier, squares, latents, weights."""
-        squares = HEADER_WORDS * 4 + 128
-        latents = squares + -(-self.squares_bytes // 128) * 128
-        return 0, squares, latents, latents + self.staged_tokens * self.row_bytes
-
-    @property
-    def sums(self) -> int:
-        """Offset of the two buffers of sums."""
-        return self.parts[3] + self.rows * self.weight_bytes
-
-    @property
-    def shared_bytes(self) -> int:
-        """All of it."""
-        return self.sums + 2 * self.buffer_bytes
 
     @cute.kernel
     def device(
@@ -298,11 +150,6 @@ class TailKernel(Kernel):
             left = self.project(own, out, held, rank, slot, num_tokens, epoch, left, smem)
             if cutlass.const_expr(not self.scattered):
                 self.gather(own, out, slot, num_tokens, epoch, left)
-
-    @property
-    def result_width(self) -> int:
-        """Columns of the result."""
-        return self.layout.columns if self.scattered else self.hidden_size
 
     # ---- weights ------------------------------------------------------------------------------
 
@@ -439,11 +286,6 @@ class TailKernel(Kernel):
         pieces = num_tokens * (self.result_width // 8)
         for piece in cutlass.range(self.spread_thread(), pieces, self.grid_threads):
             words.store_words(out + Int64(piece) * 16, (nan, nan, nan, nan))
-
-    @property
-    def grid_threads(self) -> int:
-        """Threads of one rank."""
-        return self.grid[0] * self.threads
 
     @cute.jit
     def spread_thread(self) -> Int32:
@@ -722,11 +564,6 @@ class TailKernel(Kernel):
         cute.arch.sync_threads()
         return left
 
-    @property
-    def token_tiles(self) -> int:
-        """Tiles of 8 tokens that a warp multiplies at once, to read each weight half as often."""
-        return min(self.round_tokens * self.k_blocks // 8, 2) or 1
-
     @cute.jit
     def multiply(self, held, rows, count, first, sums, smem):
         """16 weight rows times 8 or 16 tokens, over the warp's part of K, for the tokens' blocks.
@@ -846,14 +683,6 @@ class TailKernel(Kernel):
             words.store_words(out + Int64(piece) * 16, [got[j] for j in range(4)])
 
 
-def _odd_lines(steps: int) -> int:
-    """Stride of rows of some steps in shared memory: an odd multiple of 64 bytes.
-
-    The eight lanes of one phase of a 16-byte read (2 rows x 4 lanes) then never collide.
-    """
-    return 64 * (steps | 1)
-
-
 def _scale(pairs, factors, scale: Float32):
     """r(m * scale * gain) of 8 columns."""
     return [
@@ -866,9 +695,7 @@ def _scale(pairs, factors, scale: Float32):
 
 
 def _k3(ranks: int, num_tokens: int, **options) -> TailKernel:
-    from k3jax.ops.tail.fused import kernel_facts
-
-    return TailKernel(**kernel_facts(ranks, 3584, 7168, num_tokens), max_tokens=128, **options)
+    return TailKernel(**kernel_facts(ranks, 3584, 7168, num_tokens), **options)
 
 
 REPRESENTATIVES = {

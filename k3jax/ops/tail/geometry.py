@@ -1,0 +1,240 @@
+"""How the fused tail's kernel shares its work and its shared memory; needs no CuTe DSL."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from k3jax.runtime.workspace import HEADER_WORDS, TailLayout
+
+MAX_TOKENS = 128
+"""Tokens that the mailboxes are made for."""
+
+ONE_SHOT_ROWS = 64
+"""Most rows of partial latent (tokens times ranks) that every rank sums for itself."""
+
+K_BLOCKS = 8
+"""Blocks of a cluster: the most that every device with clusters takes."""
+
+MOST_GROUPS = 14
+"""Clusters of a rank: 112 blocks, which fit beside one another on 132 multiprocessors."""
+
+WARPS = 16
+"""Warps of a block."""
+
+TILE_ROWS = 16
+"""Rows of the up-projection in one matrix instruction."""
+STEP = 32
+"""Elements of the latent that one 16-byte load a lane covers: two matrix instructions."""
+SHARED_BYTES = 232448
+"""Most dynamic shared memory of a block: 227 KiB on every architecture that this is built for."""
+
+
+def goes_in_two_shots(num_tokens: int, ranks: int) -> bool:
+    """Whether each row is summed by one rank and sent on, rather than by every rank."""
+    return num_tokens * ranks > ONE_SHOT_ROWS
+
+
+@dataclass(frozen=True)
+class TailGeometry:
+    """Static facts of `TailKernel`.
+
+    Attributes:
+        ranks: R.
+        latent_size: L, a multiple of 32 * k_blocks.
+        hidden_size: H; H / R is a multiple of 16 * groups.
+        max_tokens: M of the workspace.
+        groups: clusters of a rank, each with its rows of the up-projection.
+        k_blocks: blocks of a cluster, each with its slice of the latent.
+        k_parts: warps that share a row tile, each with its part of the block's slice.
+        warps: of a block; at least one for each row tile and part of K.
+        round_tokens: tokens whose sums one block finishes in a round.
+        two_shot: a row is summed by one rank and sent on, rather than by every rank.
+        scattered: the result is this rank's columns [T, H / R], not [T, H].
+        experts_per_token: K unfinalised rows a token; 0 for a finalised latent.
+        overlaps: the launch may start before the one before it has ended.
+    """
+
+    ranks: int
+    latent_size: int
+    hidden_size: int
+    max_tokens: int
+    groups: int
+    k_blocks: int
+    k_parts: int
+    warps: int
+    round_tokens: int
+    two_shot: bool
+    scattered: bool = False
+    experts_per_token: int = 0
+    overlaps: bool = False
+
+    @property
+    def layout(self) -> TailLayout:
+        """Where everything lies in a workspace."""
+        return TailLayout(self.ranks, self.max_tokens, self.latent_size, self.hidden_size)
+
+    @property
+    def k_width(self) -> int:
+        """Columns of the latent that a block owns."""
+        return self.latent_size // self.k_blocks
+
+    @property
+    def rows(self) -> int:
+        """Rows of the up-projection that a cluster owns."""
+        return self.layout.columns // self.groups
+
+    @property
+    def tiles(self) -> int:
+        """Row tiles of a cluster."""
+        return self.rows // TILE_ROWS
+
+    @property
+    def steps(self) -> int:
+        """Steps of a warp."""
+        return self.k_width // (STEP * self.k_parts)
+
+    @property
+    def kept_steps(self) -> int:
+        """Steps of the block's slice whose weights are in shared memory; others in registers."""
+        steps = self.k_width // STEP
+        if self.k_parts > 1:
+            return steps
+        room = SHARED_BYTES - 2 * self.buffer_bytes - self.parts[3]
+        return next(n for n in range(steps, -1, -1) if self.rows * _odd_lines(n) <= room)
+
+    @property
+    def multipliers(self) -> int:
+        """Warps that multiply."""
+        return self.tiles * self.k_parts
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 32 * self.warps
+
+    @property
+    def cluster(self) -> tuple[int, int, int]:
+        """The blocks that share rows."""
+        return (self.k_blocks, 1, 1)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """One rank's blocks; a loopback launch has `ranks` of them along the second axis."""
+        return (self.k_blocks * self.groups, 1, 1)
+
+    @property
+    def chunks(self) -> int:
+        """16-byte pieces of a block's slice of a row."""
+        return self.k_width // 8
+
+    @property
+    def row_warps(self) -> int:
+        """Warps that a block's slice of a row takes."""
+        return -(-self.chunks // 32)
+
+    @property
+    def row_bytes(self) -> int:
+        """Stride of a latent's slice in shared memory."""
+        return _odd_lines(self.k_width // STEP)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Stride of a weight row's slice in shared memory."""
+        return _odd_lines(self.kept_steps)
+
+    @property
+    def staged_tokens(self) -> int:
+        """Rows of latents that shared memory holds: a round's, or more for a reduction."""
+        held = self.round_tokens * self.k_blocks
+        return held if self.round_tokens == 1 else max(held, 32)
+
+    @property
+    def partials(self) -> int:
+        """Partial sums of one output element."""
+        return self.k_blocks * self.k_parts
+
+    @property
+    def buffer_bytes(self) -> int:
+        """One buffer of partial sums: [round_tokens, partials, rows] float32."""
+        return self.round_tokens * self.partials * self.rows * 4
+
+    @property
+    def squares_bytes(self) -> int:
+        """Sums of squares: [staged_tokens, k_blocks, row_warps] float32."""
+        return self.staged_tokens * self.k_blocks * self.row_warps * 4
+
+    @property
+    def parts(self) -> tuple[int, int, int, int]:
+        """Offsets in shared memory of header and barrier, squares, latents, weights."""
+        squares = HEADER_WORDS * 4 + 128
+        latents = squares + -(-self.squares_bytes // 128) * 128
+        return 0, squares, latents, latents + self.staged_tokens * self.row_bytes
+
+    @property
+    def sums(self) -> int:
+        """Offset of the two buffers of sums."""
+        return self.parts[3] + self.rows * self.weight_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """All of it."""
+        return self.sums + 2 * self.buffer_bytes
+
+    @property
+    def result_width(self) -> int:
+        """Columns of the result."""
+        return self.layout.columns if self.scattered else self.hidden_size
+
+    @property
+    def grid_threads(self) -> int:
+        """Threads of one rank."""
+        return self.grid[0] * self.threads
+
+    @property
+    def token_tiles(self) -> int:
+        """Tiles of 8 tokens that a warp multiplies at once, to read each weight half as often."""
+        return min(self.round_tokens * self.k_blocks // 8, 2) or 1
+
+
+def _odd_lines(steps: int) -> int:
+    """Stride of rows of some steps in shared memory: an odd multiple of 64 bytes.
+
+    The eight lanes of one phase of a 16-byte read (2 rows x 4 lanes) then never collide.
+    """
+    return 64 * (steps | 1)
+
+
+def kernel_facts(ranks: int, latent_size: int, hidden_size: int, num_tokens: int) -> dict[str, Any]:
+    """The geometry of a call, as arguments of `TailKernel`.
+
+    Eight blocks of a cluster split K, clusters split the rows, and a block's warps split its row
+    tiles and, while there are warps, its slice of K once more. More tokens take more shared memory.
+
+    Raises:
+        ValueError: the widths do not split that way.
+    """
+    tiles, odd_rows = divmod(hidden_size, ranks * TILE_ROWS)
+    steps, odd_columns = divmod(latent_size, K_BLOCKS * STEP)
+    if odd_rows or odd_columns or not tiles:
+        raise ValueError(
+            f"hidden_size={hidden_size} must be a multiple of {ranks * TILE_ROWS} (ranks * "
+            f"{TILE_ROWS}) and latent_size={latent_size} one of {K_BLOCKS * STEP}"
+        )
+    groups = max(n for n in range(1, MOST_GROUPS + 1) if tiles % n == 0)
+    fitting = [n for n in range(1, steps + 1) if steps % n == 0 and tiles // groups * n <= WARPS]
+    if not fitting:
+        raise ValueError(
+            f"hidden_size={hidden_size} over ranks={ranks} leaves {tiles // groups} row tiles a "
+            f"block, more than its {WARPS} warps"
+        )
+    return {
+        "ranks": ranks,
+        "latent_size": latent_size,
+        "hidden_size": hidden_size,
+        "max_tokens": MAX_TOKENS,
+        "groups": groups,
+        "k_blocks": K_BLOCKS,
+        "k_parts": max(fitting),
+        "warps": WARPS,
+        "round_tokens": 1 if num_tokens <= K_BLOCKS else 8 if ranks >= 8 else 4,
+        "two_shot": goes_in_two_shots(num_tokens, ranks),
+    }
