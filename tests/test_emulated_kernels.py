@@ -14,13 +14,12 @@ from k3jax.ops.experts import decode
 from k3jax.ops.experts.packing import pack_experts
 from k3jax.ops.kernels import kernel_modules
 from k3jax.ops.router import cute as router
-from k3jax.ops.tail.kernel_tail import TailKernel
+from k3jax.ops.tail import fused
 from k3jax.runtime.compile import compile_kernel
 from k3jax.runtime.target import Target
 from tests import oracle
-from tests.emulator import Device, GlobalMemory, emulate, load, run_program
-from tests.emulator.program import launch_spec
-from tests.ops import tail_oracle
+from tests.emulator import emulate, load, run_program
+from tests.ops import tail_oracle, test_tail_kernels
 from tests.support import ONE_OP, bits, numpy_params, params_of
 
 ARCHS = ("sm_90a", "sm_100a")
@@ -121,51 +120,16 @@ def test_router(arch, num_tokens):
     np.testing.assert_allclose(weights, want, atol=2e-5, rtol=0)
 
 
-TAILS = {  # ranks: latent, hidden, k_blocks, groups, k_parts
-    2: (64, 64, 2, 1, 1),
-    4: (128, 128, 2, 2, 2),
-    8: (64, 256, 2, 1, 1),
-    16: (64, 512, 2, 1, 1),
-}
-TAIL_TOKENS = 8
-
-
 @pytest.mark.parametrize("two_shot", [False, True])
-@pytest.mark.parametrize("ranks", TAILS)
-@pytest.mark.parametrize("arch", ARCHS)
-def test_tail_in_loopback(arch, ranks, two_shot):
-    """All ranks in one launch; three calls, so that every slot is used and one is re-armed."""
-    latent, hidden, k_blocks, groups, k_parts = TAILS[ranks]
-    kernel = TailKernel(
-        ranks=ranks, latent_size=latent, hidden_size=hidden, max_tokens=TAIL_TOKENS,
-        groups=groups, k_blocks=k_blocks, k_parts=k_parts, two_shot=two_shot,
-    )  # fmt: skip
-    compiled = compile_kernel(kernel, arch)
-    code = load(compiled.ptx, compiled.entry)
-    memory = GlobalMemory()
-    workspaces = memory.allocate("workspaces", np.zeros(ranks * kernel.layout.num_bytes, np.uint8))
-    peers = [workspaces + rank * kernel.layout.num_bytes for rank in range(ranks)]
-    for rank, address in enumerate(peers):
-        memory.write(address, kernel.layout.armed(rank, peers))
+@pytest.mark.parametrize("ranks", fused.RANKS)
+def test_tail_for_blackwell(ranks, two_shot, monkeypatch):
+    """All ranks in one launch, as tests/ops runs it for Hopper; the third call re-arms a slot."""
+    blackwell = lambda kernel, arch: compile_kernel(kernel, "sm_100a")  # noqa: E731
+    monkeypatch.setattr(test_tail_kernels, "compile_kernel", blackwell)
+    loopback = test_tail_kernels.Loopback(*test_tail_kernels.SHAPES[ranks])
     for tokens in (3, 8, 1):
-        rng = np.random.default_rng()
-        arrays = tail_oracle.draw(rng, ranks, tokens, latent, hidden)
-        places = [memory.allocate("operand", a, writable=False) for a in arrays]
-        out = memory.allocate("result", ranks * tokens * hidden * 2)
-        args = (
-            places[0], places[0], places[0], *places[1:], out, workspaces,
-            kernel.layout.num_bytes, tokens, kernel.layout.columns, 2000, tail_oracle.EPS,
-        )  # fmt: skip
-        grid = (kernel.grid[0], ranks, 1)
-        block = (kernel.threads, 1, 1)
-        spec = launch_spec(code, grid, block, kernel.cluster, kernel.shared_bytes, args)
-        Device(memory).run([spec])
-        data, written = memory.contents(out, ranks * tokens * hidden * 2)
-        assert written.all()
-        got = data.view(tail_oracle.BF16).reshape(ranks, tokens, hidden)
-        for rank in range(1, ranks):
-            np.testing.assert_array_equal(bits(got[rank]), bits(got[0]))
-        assert oracle.relative_error(got[0], tail_oracle.oracle(*arrays)) < ONE_OP
+        arrays = loopback.draw(np.random.default_rng(), tokens)
+        test_tail_kernels.check(loopback.call(arrays, two_shot), arrays)
 
 
 @pytest.mark.parametrize("module", kernel_modules(), ids=lambda module: module.__name__)

@@ -190,13 +190,20 @@ class Mbarriers:
         self.valid[index] = False
         self.grid.shared.shadow.reshape(-1, 8)[index] = ALLOCATED | WRITE
 
-    def arrive(self, index, count, expect, numbers, ins) -> np.ndarray:
-        """Arrivals of `count` and expected bytes by lanes; returns the phases before."""
+    def arrive(self, index, count, expect, who, ins) -> np.ndarray:
+        """Arrivals of `count` and expected bytes by lanes; returns the phases before.
+
+        Args:
+            index: mbarrier of each lane.
+            count, expect: arrivals and bytes of each lane.
+            who: warp and lane numbers of those that release what they did, or None.
+            ins: the instruction.
+        """
         before = self.phase[index].copy()
         np.add.at(self.bytes, index, expect)
         np.subtract.at(self.pending, index, count)
-        if numbers is not None:
-            np.maximum.at(self.clocks, index, self.grid.races.release(numbers))
+        if who is not None:
+            np.maximum.at(self.clocks, index, self.grid.races.release_lanes(*who))
         self._complete(index, ins)
         return before
 

@@ -345,10 +345,22 @@ class Binder:
         return self.op(run, results=dsts, sources=srcs, **kw)
 
     def op(self, run, **kw) -> Op:
+        if kw.get("sync") is not None and not kw.get("waits"):
+            run = _synchronising(run)
         bits = 0
         for slot in self.uses:
             bits |= 1 << slot
         return Op(self.ins, run, tuple(self.uses), tuple(self.defs), use_bits=bits, **kw)
+
+
+def _synchronising(run):
+    """A warp-synchronous operation orders what its lanes did before and do after."""
+
+    def synchronised(R, G):
+        run(R, G)
+        G.grid.races.synchronise_warps(G.numbers)
+
+    return synchronised
 
 
 def _single(fn, d, srcs):

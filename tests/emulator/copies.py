@@ -175,7 +175,7 @@ class BulkCopies:
         self._check(copy)
         if source[0] is grid.device.memory and grid.device.order is not None:
             grid.device.order.check_range(access, number, source[1], size, writes=False)
-        copy.epoch = grid.races.agent_write(access, number, target, size)
+        copy.epoch = grid.races.agent_write(access, number, lane, target, size)
         grid.shared.shadow[target : target + size] = ALLOCATED | FLIGHT
         self.pending.add(copy)
         grid.device.after_a_while(lambda: self._finish_load(copy))
@@ -199,7 +199,7 @@ class BulkCopies:
         self._check(copy)
         if grid.device.order is not None:
             grid.device.order.check_range(access, number, target, size, writes=True)
-        grid.races.agent_read(access, number, source, size)
+        grid.races.agent_read(access, number, lane, source, size)
         state = grid.shared.shadow[source : source + size]
         grid.shared.shadow[source : source + size] = (state & READ) | ALLOCATED | FLIGHT
         memory.shadow[target : target + size] = ALLOCATED | FLIGHT

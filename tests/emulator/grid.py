@@ -70,6 +70,8 @@ class Group:
 class Grid:
     """State of one launch."""
 
+    EXITED = FAR
+
     def __init__(self, code: Code, device, launch):
         self.code, self.device, self.launch = code, device, launch
         self.threads = launch.block[0] * launch.block[1] * launch.block[2]

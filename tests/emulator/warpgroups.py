@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .errors import InFlightError
-
-NEVER = 1 << 30
-"""Epoch of a read that has not ended: later than any clock."""
+from .races import NEVER
 
 
 @dataclass
@@ -43,6 +41,7 @@ class Warpgroups:
             races = self.grid.races
             races.read_epoch[words, races.local[number]] = NEVER
             races.read_bytes[words, races.local[number]] = 15
+            races.read_lane[words, races.local[number]] = 0
 
     def commit(self, numbers) -> None:
         """`wgmma.commit_group`."""

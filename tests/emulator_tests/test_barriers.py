@@ -302,3 +302,64 @@ W:
     out = memory.allocate("out", 128)
     run(kernel(code, ["u64"]), 64, [out], memory, shared=512)
     np.testing.assert_array_equal(memory.contents(out, 128)[0].view("u4"), np.arange(32))
+
+
+WITHIN = """
+\tsetp.eq.u32 %p0, %thread, 0;
+\t@%p0 mbarrier.init.shared.b64 [%sm], 1;
+\tbar.sync 0;
+\tmad.lo.u32 %r0, %lane, 4, %sm;
+\tsetp.eq.u32 %p1, %warp, 0;
+\t@!%p1 bra WAIT;
+\tst.shared.b32 [%r0+64], %lane;
+\t{order}
+\t@%p0 mbarrier.arrive.shared.b64 %d0, [%sm];
+\tret;
+WAIT:
+\tmbarrier.try_wait.parity.shared.b64 %p2, [%sm], 0;
+\t@!%p2 bra WAIT;
+\tld.shared.b32 %r1, [%r0+64];
+\tmul.wide.u32 %d1, %lane, 4;
+\tadd.u64 %d1, %d1, %pa0;
+\tst.global.b32 [%d1], %r1;"""
+
+
+def within(order):
+    memory = GlobalMemory()
+    out = memory.allocate("out", 128)
+    run(kernel(WITHIN.replace("{order}", order), ["u64"]), 64, [out], memory, shared=512)
+    return memory.contents(out, 128)[0].view("u4")
+
+
+def test_one_lane_arrives_for_its_warp():
+    np.testing.assert_array_equal(within("bar.warp.sync -1;"), np.arange(32))
+
+
+def test_one_lane_arrives_without_a_warp_barrier():
+    with pytest.raises(RaceError, match="lane 1 reads what warp 0"):
+        within("")
+
+
+SWAP = """
+\tmad.lo.u32 %r0, %lane, 4, %sm;
+\tst.shared.b32 [%r0], %lane;
+\t{first}
+\txor.b32 %r1, %r0, 4;
+\tld.shared.b32 %r2, [%r1];
+\t{second}
+\tst.shared.b32 [%r0], %r2;"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [("", "bar.warp.sync -1;", "reads what lane 1 of the same warp wrote"),
+     ("bar.warp.sync -1;", "", "overwrites what lane 1 of the same warp read"),
+     ("bar.warp.sync -1;", "bar.warp.sync -1;", None)],
+)  # fmt: skip
+def test_lanes_of_one_warp(first, second, message):
+    text = kernel(SWAP.replace("{first}", first).replace("{second}", second), [])
+    if message is None:
+        run(text, 32, [], GlobalMemory(), shared=128)
+        return
+    with pytest.raises(RaceError, match=message):
+        run(text, 32, [], GlobalMemory(), shared=128)

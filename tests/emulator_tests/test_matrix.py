@@ -292,5 +292,5 @@ def test_wgmma_sums_used_before_the_wait():
 def test_wgmma_tile_overwritten_before_the_wait():
     zeros = np.zeros((64, 64), "u2")
     wait = "st.shared.b32 [%sm], 1;\n\twgmma.wait_group.sync.aligned 0;"
-    with pytest.raises(RaceError, match="overwrites what warp"):
+    with pytest.raises(RaceError, match="overwrites what lane 0"):
         run_wgmma(zeros, zeros[:8], 8, 1, wait=wait)

@@ -104,7 +104,7 @@ def _arrive(b: Binder) -> Op:
 
         def later():
             copies.wait_all(numbers, which)
-            barriers.arrive(index, 1, 0, numbers, b.ins)
+            barriers.arrive(index, 1, 0, (numbers, which), b.ins)
 
         grid.device.after_a_while(later)
 

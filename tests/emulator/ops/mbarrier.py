@@ -92,7 +92,8 @@ def _arrive(b: Binder) -> Op:
         value = value.astype(np.int64)
         count, expect = (1, value) if expects else (value, 0)
         index = barriers.find(offset, numbers, b.ins)
-        before = barriers.arrive(index, count, expect, numbers, b.ins)
+        _, which = np.nonzero(G.active(mask))
+        before = barriers.arrive(index, count, expect, (numbers, which), b.ins)
         state = np.zeros((G.count, 32), np.uint64)
         state[G.active(mask)] = before
         return (state,)

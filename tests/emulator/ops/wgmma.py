@@ -131,7 +131,8 @@ def _tile(access: Access, descriptors, first_row, num_rows: int, name: str):
     rank = (G.grid.block_of[G.numbers] % G.grid.cluster_size).astype(np.uint64)[:, None]
     offset = offset + rank * np.uint64(shared.stride)
     words = (offset.astype(np.int64)[..., None] // 4 + np.arange(4)).reshape(len(address), -1)
-    G.grid.races.async_read(access, np.repeat(G.numbers, words.shape[1]), words.ravel())
+    numbers = np.repeat(G.numbers, words.shape[1])
+    G.grid.races.async_read(access, numbers, np.zeros_like(numbers), words.ravel())
     data = shared.load(offset, 8, 2, None, access)
     lost = np.zeros(address.shape[:2], bool)
     if G.undefined is not None:
