@@ -150,7 +150,7 @@ def fused_tail(
     Returns:
         bfloat16 [T, H], or [T, H / R] if scattered.
     """
-    unfinalised = () if weights is None else (weights, ids)
+    unfinalised = () if weights is None or ids is None else (weights, ids)
     operands = (latent, *unfinalised, shared, gain, up_proj)
 
     def on_host(latent: jax.Array, *rest: jax.Array) -> jax.Array:
@@ -215,7 +215,7 @@ def fused_tail_host(
     if two_shot is None:
         two_shot = goes_in_two_shots(num_tokens, group.size)
     place = jnp.stack([jnp.int32(number), jnp.int32(group.index())])
-    unfinalised = () if weights is None else (weights, ids)
+    unfinalised = () if weights is None or ids is None else (weights, ids)
     width = shared.shape[1] // group.size if scattered else shared.shape[1]
     return ffi.call_host(
         ffi.TAIL_TARGET,

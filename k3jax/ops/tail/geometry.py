@@ -45,9 +45,9 @@ class TailGeometry:
         groups: clusters of a rank, each with its rows of the up-projection.
         k_blocks: blocks of a cluster, each with its slice of the latent.
         k_parts: warps that share a row tile, each with its part of the block's slice.
+        two_shot: a row is summed by one rank and sent on, rather than by every rank.
         warps: of a block; at least one for each row tile and part of K.
         round_tokens: tokens whose sums one block finishes in a round.
-        two_shot: a row is summed by one rank and sent on, rather than by every rank.
         scattered: the result is this rank's columns [T, H / R], not [T, H].
         experts_per_token: K unfinalised rows a token; 0 for a finalised latent.
         overlaps: the launch may start before the one before it has ended.
@@ -60,9 +60,9 @@ class TailGeometry:
     groups: int
     k_blocks: int
     k_parts: int
-    warps: int
-    round_tokens: int
     two_shot: bool
+    warps: int = WARPS
+    round_tokens: int = 4
     scattered: bool = False
     experts_per_token: int = 0
     overlaps: bool = False
