@@ -5,7 +5,9 @@ the latent instead of fourteen, up to 16 ranks as block groups of one launch.
 """
 
 import dataclasses
+from functools import partial
 
+import jax
 import numpy as np
 import pytest
 
@@ -19,10 +21,12 @@ from k3jax.runtime.compile import compile_kernel
 from k3jax.runtime.target import Target
 from tests import oracle
 from tests.emulator import emulate, load, run_program
+from tests.emulator.jax_calls import emulated
 from tests.ops import tail_oracle, test_tail_kernels
 from tests.support import ONE_OP, bits, numpy_params, params_of
 
 ARCHS = ("sm_90a", "sm_100a")
+__all__ = ["emulated"]
 
 EXPERTS = MoEConfig(
     hidden_size=64,
@@ -55,7 +59,11 @@ def experts():
             for w in ("w1", "w3", "w2")
         ]
 
-    return (np.asarray(packed.gate_up), np.asarray(packed.down)), bank
+    return packed, bank
+
+
+def operands_of(packed, z, ids, weights):
+    return [z, ids, weights, np.asarray(packed.gate_up), np.asarray(packed.down)]
 
 
 def draw_routes(num_tokens):
@@ -72,7 +80,7 @@ def test_decode_experts(arch, num_tokens, experts):
     packed, bank = experts
     z, ids, weights = draw_routes(num_tokens)
     program = decode.decode_program(EXPERTS, num_tokens, 1, small_target(arch))
-    run = run_program(program, [z, ids, weights, *packed], arch, num_sms=NUM_SMS)
+    run = run_program(program, operands_of(packed, z, ids, weights), arch, num_sms=NUM_SMS)
     assert run.written[0].all()
     want = oracle.experts(z.astype(np.float64), ids, weights, bank)
     assert oracle.relative_error(run.results[0], want) < ONE_OP
@@ -83,7 +91,7 @@ def test_decode_experts_as_rows(arch, experts):
     packed, bank = experts
     z, ids, weights = draw_routes(9)
     program = decode.decode_program(EXPERTS, 9, 1, small_target(arch), weighted=False)
-    run = run_program(program, [z, ids, weights, *packed], arch, num_sms=NUM_SMS)
+    run = run_program(program, operands_of(packed, z, ids, weights), arch, num_sms=NUM_SMS)
     assert run.written[0].all()
     want = np.zeros(run.results[0].shape)
     for t, slot in np.argwhere(ids >= 0):
@@ -99,7 +107,7 @@ def test_decode_experts_under_other_schedules(seed, experts):
     packed, _ = experts
     z, ids, weights = draw_routes(6)
     program = decode.decode_program(EXPERTS, 6, 1, small_target("sm_90a"))
-    operands = [z, ids, weights, *packed]
+    operands = operands_of(packed, z, ids, weights)
     (plain,) = emulate(program, operands, num_sms=NUM_SMS)
     (other,) = emulate(program, operands, num_sms=NUM_SMS, seed=seed)
     np.testing.assert_array_equal(bits(plain), bits(other))
@@ -118,6 +126,18 @@ def test_router(arch, num_tokens):
     want_ids, want = oracle.route(logits, bias, config.experts_per_token)
     np.testing.assert_array_equal(ids, want_ids)
     np.testing.assert_allclose(weights, want, atol=2e-5, rtol=0)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_ops_inside_jax(experts):
+    """The operands reach the kernels in the order that the ops bind them."""
+    packed, bank = experts
+    z, ids, weights = draw_routes(4)
+    target = small_target("sm_90a")
+    run = jax.jit(partial(decode.routed_experts, config=EXPERTS, tp=1, target=target))
+    got = run(z, ids, weights, packed)
+    want = oracle.experts(z.astype(np.float64), ids, weights, bank)
+    assert oracle.relative_error(got, want) < ONE_OP
 
 
 @pytest.mark.parametrize("two_shot", [False, True])

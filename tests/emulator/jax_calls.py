@@ -1,0 +1,35 @@
+"""Programs inside JAX functions on a CPU: `call_program` with the emulator behind it."""
+
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from k3jax.runtime import ffi
+from k3jax.runtime.program import Program
+from k3jax.runtime.target import Target
+
+from .program import emulate
+
+
+def emulated_call(
+    program: Program, *arrays: jax.Array, target: Target, has_side_effect: bool = False
+) -> tuple[jax.Array, ...]:
+    """Stands for `ffi.call_program`: same arguments, same results, under `jit` or not."""
+    results = program.results[: len(program.results) - program.num_scratch]
+
+    def run(*operands):
+        operands = [np.asarray(x) for x in operands]
+        return tuple(emulate(program, operands, target.arch, num_sms=target.num_sms))
+
+    shapes = tuple(jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in results)
+    return jax.pure_callback(run, shapes, *arrays)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """For one test, every op's custom calls run in the emulator."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "call_program", None) is ffi.call_program:
+            monkeypatch.setattr(module, "call_program", emulated_call)
