@@ -21,12 +21,11 @@ from k3jax.runtime.compile import compile_kernel
 from k3jax.runtime.target import Target
 from tests import oracle
 from tests.emulator import emulate, load, run_program
-from tests.emulator.jax_calls import emulated
+from tests.emulator.jax_calls import emulated  # noqa: F401
 from tests.ops import tail_oracle, test_tail_kernels
 from tests.support import ONE_OP, bits, numpy_params, params_of
 
 ARCHS = ("sm_90a", "sm_100a")
-__all__ = ["emulated"]
 
 EXPERTS = MoEConfig(
     hidden_size=64,

@@ -1,6 +1,7 @@
 """Programs inside JAX functions on a CPU: `call_program` with the emulator behind it."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -12,6 +13,11 @@ from k3jax.runtime.target import Target
 
 from .program import emulate
 
+_worker = ThreadPoolExecutor(1)
+_worker.submit(int).result()
+"""XLA's threads flush subnormal numbers to zero, and a thread inherits that from the one that
+starts it. So the emulator gets a thread of its own, started here and now."""
+
 
 def emulated_call(
     program: Program, *arrays: jax.Array, target: Target, has_side_effect: bool = False
@@ -21,7 +27,8 @@ def emulated_call(
 
     def run(*operands):
         operands = [np.asarray(x) for x in operands]
-        return tuple(emulate(program, operands, target.arch, num_sms=target.num_sms))
+        job = _worker.submit(emulate, program, operands, target.arch, num_sms=target.num_sms)
+        return tuple(job.result())
 
     shapes = tuple(jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in results)
     return jax.pure_callback(run, shapes, *arrays)
