@@ -42,6 +42,12 @@ Driver Open() {
   Resolve(library, "cuCtxGetCurrent", &driver.cuCtxGetCurrent);
   Resolve(library, "cuCtxPushCurrent_v2", &driver.cuCtxPushCurrent);
   Resolve(library, "cuCtxPopCurrent_v2", &driver.cuCtxPopCurrent);
+  Resolve(library, "cuCtxSynchronize", &driver.cuCtxSynchronize);
+  Resolve(library, "cuCtxEnablePeerAccess", &driver.cuCtxEnablePeerAccess);
+  Resolve(library, "cuMemAlloc_v2", &driver.cuMemAlloc);
+  Resolve(library, "cuMemsetD32_v2", &driver.cuMemsetD32);
+  Resolve(library, "cuMemcpyHtoD_v2", &driver.cuMemcpyHtoD);
+  Resolve(library, "cuMemcpyDtoH_v2", &driver.cuMemcpyDtoH);
   Resolve(library, "cuLibraryLoadData", &driver.cuLibraryLoadData);
   Resolve(library, "cuLibraryGetKernel", &driver.cuLibraryGetKernel);
   Resolve(library, "cuKernelGetFunction", &driver.cuKernelGetFunction);

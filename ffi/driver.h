@@ -21,6 +21,8 @@ using Library = struct LibraryOpaque*;
 using Kernel = struct KernelOpaque*;
 using Function = struct FunctionOpaque*;
 
+constexpr Result kPeerAccessAlreadyEnabled = 704;
+
 enum DeviceAttribute : int {
   kMultiprocessorCount = 16,
   kL2CacheBytes = 38,
@@ -80,6 +82,12 @@ struct Driver {
   Result (*cuCtxGetCurrent)(Context* context);
   Result (*cuCtxPushCurrent)(Context context);
   Result (*cuCtxPopCurrent)(Context* context);
+  Result (*cuCtxSynchronize)();
+  Result (*cuCtxEnablePeerAccess)(Context peer, unsigned flags);
+  Result (*cuMemAlloc)(uint64_t* address, size_t num_bytes);
+  Result (*cuMemsetD32)(uint64_t address, unsigned word, size_t count);
+  Result (*cuMemcpyHtoD)(uint64_t target, const void* source, size_t num_bytes);
+  Result (*cuMemcpyDtoH)(void* target, uint64_t source, size_t num_bytes);
   Result (*cuLibraryLoadData)(Library* library, const void* image, void* jit_options,
                               void** jit_values, unsigned num_jit, void* library_options,
                               void** library_values, unsigned num_library);

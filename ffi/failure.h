@@ -6,6 +6,7 @@
 #ifndef K3JAX_FFI_FAILURE_H_
 #define K3JAX_FFI_FAILURE_H_
 
+#include <exception>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -29,6 +30,20 @@ std::string Concat(const Parts&... parts) {
   std::ostringstream stream;
   (stream << ... << parts);
   return stream.str();
+}
+
+// For C functions: runs `body` and returns null, or what it threw as a sentence, which lives until
+// the same thread calls Guard again.
+template <typename Body>
+const char* Guard(Body body) {
+  thread_local std::string message;
+  try {
+    body();
+    return nullptr;
+  } catch (const std::exception& error) {
+    message = error.what();
+    return message.c_str();
+  }
 }
 
 }  // namespace k3jax

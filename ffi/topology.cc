@@ -1,7 +1,6 @@
 // What the driver says about this machine, as plain C for ctypes.
 //
-// Each function returns null on success, else a sentence; the sentence lives until the same thread
-// calls the library again.
+// Each function returns what Guard in failure.h says.
 
 #include <cstdint>
 #include <cstring>
@@ -13,18 +12,6 @@
 
 namespace k3jax {
 namespace {
-
-template <typename Body>
-const char* Guard(Body body) {
-  thread_local std::string message;
-  try {
-    body();
-    return nullptr;
-  } catch (const std::exception& error) {
-    message = error.what();
-    return message.c_str();
-  }
-}
 
 cuda::Device GetDevice(int ordinal) {
   cuda::Device device;

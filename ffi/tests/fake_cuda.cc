@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 
@@ -96,7 +97,7 @@ Result cuDeviceGetAttribute(int* value, DeviceAttribute attribute, Device) {
 }
 
 Result cuDeviceCanAccessPeer(int* can_access, Device device, Device) {
-  *can_access = device == 0;
+  *can_access = fake.all_peers || device == 0;
   return Called("cuDeviceCanAccessPeer");
 }
 
@@ -127,6 +128,31 @@ Result cuCtxPopCurrent_v2(Context* context) {
   context_stack.pop_back();
   --fake.context_depth;
   return Called("cuCtxPopCurrent");
+}
+
+Result cuCtxSynchronize() { return Called("cuCtxSynchronize"); }
+
+Result cuCtxEnablePeerAccess(Context, unsigned) { return Called("cuCtxEnablePeerAccess"); }
+
+// Device memory is the host's; it is never freed, as a workspace's is not.
+Result cuMemAlloc_v2(uint64_t* address, size_t num_bytes) {
+  *address = reinterpret_cast<uint64_t>(std::malloc(num_bytes));
+  return Called("cuMemAlloc");
+}
+
+Result cuMemsetD32_v2(uint64_t address, unsigned word, size_t count) {
+  std::fill_n(reinterpret_cast<unsigned*>(address), count, word);
+  return Called("cuMemsetD32");
+}
+
+Result cuMemcpyHtoD_v2(uint64_t target, const void* source, size_t num_bytes) {
+  std::memcpy(reinterpret_cast<void*>(target), source, num_bytes);
+  return Called("cuMemcpyHtoD");
+}
+
+Result cuMemcpyDtoH_v2(void* target, uint64_t source, size_t num_bytes) {
+  std::memcpy(target, reinterpret_cast<void*>(source), num_bytes);
+  return Called("cuMemcpyDtoH");
 }
 
 Result cuLibraryLoadData(Library* library, const void* image, void*, void**, unsigned, void*,

@@ -35,6 +35,7 @@ struct FakeCuda {
   std::map<std::string, int> shared_limit;  // by entry: dynamic shared memory allowed
   std::map<std::string, int> non_portable;  // by entry
   std::vector<int> active_devices;          // whose primary contexts exist
+  bool all_peers = false;                   // else only device 0 can address its peer
   int context_depth = 0;                    // pushes less pops
 };
 

@@ -1,9 +1,11 @@
 """Tier 0: the whole tail in one custom call over peer memory (docs/protocol.md).
 
-On CPU devices the call is the native library's host implementation of the same protocol.
+On GPUs the group's workspaces must exist before the program runs (`tail_workspaces`). On CPU
+devices the call is the native library's host implementation of the same protocol.
 """
 
-import zlib
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ from k3jax.parallel import RankGroup
 from k3jax.runtime import ffi
 from k3jax.runtime.program import ArraySpec, Launch, Operand, Program, Result, Workspace
 from k3jax.runtime.target import Target
-from k3jax.runtime.workspace import TailLayout
+from k3jax.runtime.workspace import TailLayout, TailWorkspaces
 
 RANKS = (2, 4, 8, 16)
 
@@ -53,9 +55,20 @@ def unsupported(
     return None
 
 
-def workspace_slot(layout: TailLayout) -> int:
-    """The number under which the native library knows a device's workspace of this layout."""
-    return zlib.crc32(repr(layout).encode()) & 0x7FFFFFFF
+def tail_workspaces(devices: Sequence[Any], latent_size: int, hidden_size: int) -> TailWorkspaces:
+    """The workspaces of a group of GPUs, rank r on devices[r]; `create` them before they are used.
+
+    Raises:
+        NotImplementedError: a device belongs to another process.
+    """
+    foreign = [device for device in devices if device.process_index != jax.process_index()]
+    if foreign:
+        raise NotImplementedError(
+            f"the fused tail exchanges addresses within one process, but {foreign} belong to "
+            "others; start one process for all GPUs of a group, or choose tail='allreduce_overlap'"
+        )
+    layout = TailLayout(len(devices), MAX_TOKENS, latent_size, hidden_size)
+    return TailWorkspaces(layout, tuple(int(device.local_hardware_id) for device in devices))
 
 
 def tail_program(
@@ -100,7 +113,7 @@ def tail_program(
         *unfinalised,
         *others,
         Result(0),
-        Workspace(workspace_slot(kernel.layout)),
+        Workspace(kernel.layout.slot),
         0,
         num_tokens,
         columns if up_proj_rows == hidden_size else 0,
