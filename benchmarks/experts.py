@@ -12,6 +12,7 @@ plain XLA implementation of the same numbers, on some of its tokens.
 
 import argparse
 import dataclasses
+import functools
 import json
 import statistics
 import sys
@@ -135,12 +136,15 @@ def measure(
     routes = [draw_routes(rng, num_tokens, routing) for _ in range(CHAINS[1])]
     z = jnp.asarray(rng.standard_normal((num_tokens, _CONFIG.latent_size)), jnp.bfloat16)
 
-    def call(tier):
-        return lambda ids, weights: routed_experts(
-            z, ids, weights, experts, config=_CONFIG, tier=tier, tp=tp, target=target
+    def run(tier):
+        return time_chain(
+            functools.partial(routed_experts, config=_CONFIG, tier=tier, tp=tp, target=target),
+            z,
+            routes,
+            experts,
         )
 
-    outputs, ours = time_chain(call(tier), routes)
+    outputs, ours = run(tier)
     error = max(
         check(z, ids, weights, experts, out, rng)
         for (ids, weights), out in zip(routes, outputs, strict=True)
@@ -152,7 +156,7 @@ def measure(
         )
     xla = None
     if num_tokens <= XLA_TOKENS and tier != ExpertsTier.XLA:
-        xla = time_chain(call(ExpertsTier.XLA), routes)[1]
+        xla = run(ExpertsTier.XLA)[1]
     distinct = statistics.mean(len(np.unique(ids)) for ids, _ in routes)
     return Row(
         routing,
@@ -184,24 +188,26 @@ def draw_routes(rng: np.random.Generator, num_tokens: int, routing: str):
     return ids, weights
 
 
-def time_chain(call: Callable, routes: list) -> tuple[list[np.ndarray], float]:
+def time_chain(
+    call: Callable, z: jax.Array, routes: list, experts: PackedExperts
+) -> tuple[list[np.ndarray], float]:
     """Outputs of a call on each of `routes`, and microseconds a call."""
-    chain = jax.jit(lambda routes: [call(ids, weights) for ids, weights in routes])
-    on_device = jax.device_put(routes)
-    short, long = on_device[: CHAINS[0]], on_device
-    outputs = jax.block_until_ready(chain(long))
-    jax.block_until_ready(chain(short))
-    seconds = [_seconds(chain, long) - _seconds(chain, short) for _ in range(PAIRS)]
-    extra = len(long) - len(short)
-    return [np.asarray(out, np.float32) for out in outputs], 1e6 * statistics.median(
-        seconds
-    ) / extra
+    once = jax.jit(call)  # traced once, however long the chain
+    chain = jax.jit(
+        lambda z, routes, experts: [once(z, ids, weights, experts) for ids, weights in routes]
+    )
 
+    def seconds(routes):
+        start = time.perf_counter()
+        jax.block_until_ready(chain(z, routes, experts))
+        return time.perf_counter() - start
 
-def _seconds(chain: Callable, routes: list) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(chain(routes))
-    return time.perf_counter() - start
+    long = jax.device_put(routes)
+    short = long[: CHAINS[0]]
+    outputs = [np.asarray(out, np.float32) for out in chain(z, long, experts)]
+    seconds(short)
+    extra = [seconds(long) - seconds(short) for _ in range(PAIRS)]
+    return outputs, 1e6 * statistics.median(extra) / (len(long) - len(short))
 
 
 def check(z, ids, weights, experts: PackedExperts, out: np.ndarray, rng) -> float:
