@@ -243,18 +243,20 @@ class DecodeKernel(Kernel):
         num_rows = self.first_row(block + 1) - first_row
         begin = self.cut(block, num_units)
         tiles = self.cut(block + 1, num_units) - begin
-        job_rows = num_rows if self.whole_jobs else Int32(1)
+        jobs = num_units if self.whole_jobs else num_units * num_rows
+        if num_rows == 0:
+            jobs = Int32(0)
         if warp >= self.warps:
             self.serve(
                 shared,
                 units,
                 (gate_up, down, hidden),
-                (begin, tiles, first_row, num_rows, num_units, job_rows),
+                (begin, tiles, first_row, num_rows, jobs),
                 warp - self.warps,
             )
         else:
             slot, phase = self.gate_up(shared, units, z, begin, tiles, warp)
-            share = (first_row, num_rows, num_units, job_rows)
+            share = (first_row, num_rows, jobs)
             self.down(shared, units, hidden, out, share, slot, phase, warp)
         if cutlass.const_expr(self.weighted):
             cute.arch.sync_threads()
@@ -314,9 +316,13 @@ class DecodeKernel(Kernel):
             tile = num_units * self.gate_up_tiles
         return tile
 
-    def slot_jobs(self, job_rows):
+    def slot_jobs(self, num_rows):
         """Down jobs that share a ring slot."""
-        return self.slot_tiles // cutlass.max(job_rows, 1)
+        return self.slot_tiles // cutlass.max(num_rows, 1) if self.whole_jobs else self.slot_tiles
+
+    def job_rows(self, num_rows):
+        """Row tiles of a down job."""
+        return num_rows if self.whole_jobs else Int32(1)
 
     @cute.jit
     def place(self, job: Int32, num_rows: Int32):
@@ -356,13 +362,11 @@ class DecodeKernel(Kernel):
         first service warp.
         """
         gate_up, down, hidden = memory
-        begin, tiles, _, num_rows, num_units, job_rows = share
+        begin, tiles, _, num_rows, jobs = share
         lane = cute.arch.lane_idx()
         policy = ptx.evict_first_policy()
-        num_stages = tiles
-        if num_rows > 0:
-            slot_jobs = self.slot_jobs(job_rows)
-            num_stages += (num_units * num_rows // job_rows + slot_jobs - 1) // slot_jobs
+        slot_jobs = self.slot_jobs(num_rows)
+        num_stages = tiles + (jobs + slot_jobs - 1) // slot_jobs
         copies = (units, gate_up, down, share, policy)
         unit, expert = Int32(-1), Int32(0)
         if buffer == 0:
@@ -400,7 +404,7 @@ class DecodeKernel(Kernel):
         `expert` is that of `unit`, the last unit looked up, for stages of gate/up.
         """
         units, gate_up, down, share, policy = copies
-        begin, tiles, first_row, num_rows, num_units, job_rows = share
+        begin, tiles, first_row, num_rows, jobs = share
         lane = cute.arch.lane_idx()
         full = self.full(shared, stage % self.stages)
         target = shared + Uint32(self.ring_offset + stage % self.stages * self.slot_bytes)
@@ -415,10 +419,10 @@ class DecodeKernel(Kernel):
                 source = gate_up + row * self.slot_bytes
                 ptx.bulk_copy(target, source, Int32(self.slot_bytes), full, policy)
         else:
-            slot_jobs = self.slot_jobs(job_rows)
+            slot_jobs = self.slot_jobs(num_rows)
             job = (stage - tiles) * slot_jobs + lane
-            count = cutlass.min(num_units * num_rows // job_rows - (job - lane), slot_jobs)
-            num_bytes = job_rows * self.down_bytes
+            count = cutlass.min(jobs - (job - lane), slot_jobs)
+            num_bytes = self.job_rows(num_rows) * self.down_bytes
             if lane == 0:
                 ptx.barrier_expect(full, count * num_bytes)
             cute.arch.sync_warp()
@@ -442,6 +446,7 @@ class DecodeKernel(Kernel):
             more = ptx.load_shared_floats(source + offset + Uint32(32))
             up = (up[0] + more[0], up[1] + more[1])
         gates, ups = ptx.round_pair(*gate), ptx.round_pair(*up)
+        cute.arch.sync_warp()
         ptx.barrier_arrive_after(self.drained(shared, buffer), (gates, ups), pair + column == 0)
         low = ptx.situ(ptx.low_float(gates), ptx.low_float(ups), self.beta, self.linear_beta)
         high = ptx.situ(ptx.high_float(gates), ptx.high_float(ups), self.beta, self.linear_beta)
@@ -490,13 +495,11 @@ class DecodeKernel(Kernel):
 
         The hidden values of the next job are on their way while the sums of this one are stored.
         """
-        first_row, num_rows, num_units, job_rows = share
+        first_row, num_rows, jobs = share
         lane = cute.arch.lane_idx()
         cute.arch.griddepcontrol_wait()
         columns = self.zeros(self.batch_chunks * 8, Uint32)
-        slot_jobs, jobs = self.slot_jobs(job_rows), Int32(0)
-        if num_rows > 0:
-            jobs = num_units * num_rows // job_rows
+        slot_jobs, job_rows = self.slot_jobs(num_rows), self.job_rows(num_rows)
         job, row, route, source = warp, Int32(0), Int32(-1), hidden
         if job < jobs:
             unit, row = self.place(job, num_rows)
