@@ -89,7 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints a table for each routing and tensor-parallel size; status 1 if an output is wrong."""
     target = Target.current()
-    if target.read_bytes_per_second is None:
+    bandwidth = target.read_bytes_per_second
+    if bandwidth is None:
         raise NotImplementedError(
             f"no measured read bandwidth of {target.kind!r} to hold times against: add it to "
             "k3jax.runtime.target.TARGETS"
@@ -101,7 +102,9 @@ def run(args: argparse.Namespace) -> int:
             print(f"\n{target.kind}, one rank of TP={tp}, {routing} routing\n{_HEADING}")
             for num_tokens in args.tokens:
                 try:
-                    rows.append(measure(num_tokens, tp, routing, experts, target, args.seed))
+                    rows.append(
+                        measure(num_tokens, tp, routing, experts, target, bandwidth, args.seed)
+                    )
                 except WrongOutputError as error:
                     wrong.append(str(error))
                     print(f"{num_tokens:6d}  {error}", file=sys.stderr)
@@ -123,9 +126,15 @@ _CONFIG = MoEConfig.kimi_k3()
 
 
 def measure(
-    num_tokens: int, tp: int, routing: str, experts: PackedExperts, target: Target, seed: int
+    num_tokens: int,
+    tp: int,
+    routing: str,
+    experts: PackedExperts,
+    target: Target,
+    bandwidth: float,
+    seed: int,
 ) -> Row:
-    """Times one case.
+    """Times one case; `bandwidth` is what the floor is computed with, in bytes per second.
 
     Raises:
         WrongOutputError: an output that was timed is wrong.
@@ -164,7 +173,7 @@ def measure(
         num_tokens,
         distinct,
         str(tier),
-        1e6 * distinct * expert_bytes(tp) / target.read_bytes_per_second,
+        1e6 * distinct * expert_bytes(tp) / bandwidth,
         ours,
         xla,
         error,
