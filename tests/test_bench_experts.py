@@ -26,6 +26,7 @@ def small(monkeypatch):
     target = dataclasses.replace(Target.named("cpu"), read_bytes_per_second=1e10)
     monkeypatch.setattr(bench, "_CONFIG", SMALL)
     monkeypatch.setattr(bench, "PAIRS", 1)
+    monkeypatch.setattr(bench, "CHAINS", (1, 3))
     monkeypatch.setattr(bench.Target, "current", lambda: target)
 
 
