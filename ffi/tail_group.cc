@@ -74,16 +74,7 @@ void Group::Arm() {
 
 void Group::Enter(int64_t rank, int64_t run, Deadline deadline) {
   std::unique_lock<std::mutex> lock(mutex_);
-  if (failed_runs_.count(run)) throw TailError(first_kind_, first_error_);
-  if (inside_[rank] != 0) {
-    lock.unlock();
-    Fail(run, TailError(ErrorKind::kFailedPrecondition,
-                        Concat("rank ", rank, " enters the fused tail in execution ", run,
-                               " while execution ", inside_[rank],
-                               " is inside: one workspace serves one program at a time; run them one "
-                               "after the other")));
-  }
-  if (broken_) {
+  if (broken_ && !failed_runs_.count(run)) {
     // Whoever is still inside belongs to the failed execution and is on its way out.
     auto nobody = [this] {
       return std::all_of(inside_.begin(), inside_.end(), [](int64_t run) { return run == 0; });
@@ -93,10 +84,20 @@ void Group::Enter(int64_t rank, int64_t run, Deadline deadline) {
                       Concat("rank ", rank, " waited in vain for a failed execution to leave the "
                              "fused tail; it failed with: ", first_error_));
     }
-    if (broken_) {  // the first to come resets for all
-      Arm();
-      broken_ = false;
-    }
+  }
+  // Asked after the wait: this execution may have failed on another rank meanwhile.
+  if (failed_runs_.count(run)) throw TailError(first_kind_, first_error_);
+  if (broken_) {  // the first to come resets for all
+    Arm();
+    broken_ = false;
+  }
+  if (inside_[rank] != 0) {
+    int64_t other = inside_[rank];
+    lock.unlock();
+    Fail(run, TailError(ErrorKind::kFailedPrecondition,
+                        Concat("rank ", rank, " enters the fused tail in execution ", run,
+                               " while execution ", other, " is inside: one workspace serves one "
+                               "program at a time; run them one after the other")));
   }
   inside_[rank] = run;
 }
@@ -130,11 +131,10 @@ Call::Call(Group& group, int64_t rank, const CallFacts& facts, std::chrono::mill
   group_.Enter(rank, run_, deadline_);
   try {
     std::vector<uint32_t>& own = group_.workspaces_[rank_];
-    uint32_t epoch = own[kEpochWord]++;
-    uint32_t previous = own[kPreviousWord];
+    epoch_ = own[kEpochWord]++;
+    previous_ = own[kPreviousWord];
     own[kPreviousWord] = 2 * facts.tokens + facts.two_shot;
-    slot_ = epoch % kSlots;
-    if (epoch > 0) Rearm(previous);
+    slot_ = epoch_ % kSlots;
     Agree(facts);
   } catch (...) {
     group_.Leave(rank_);
@@ -144,15 +144,16 @@ Call::Call(Group& group, int64_t rank, const CallFacts& facts, std::chrono::mill
 
 Call::~Call() { group_.Leave(rank_); }
 
-void Call::Rearm(int64_t previous) {
+void Call::Rearm() {
+  if (epoch_ == 0) return;
   const Layout& layout = group_.layout_;
   std::vector<uint32_t>& own = group_.workspaces_[rank_];
   auto arm = [&own](int64_t at, int64_t count) {
     for (int64_t i = 0; i < count; ++i) Store(own[at + i], kArmed);
   };
   int64_t slot = (slot_ + kSlots - 1) % kSlots;
-  int64_t tokens = previous / 2;
-  bool two_shot = previous % 2;
+  int64_t tokens = previous_ / 2;
+  bool two_shot = previous_ % 2;
   for (int64_t from = 0; from < layout.ranks; ++from) {
     Store(group_.facts_at(rank_, slot, from), uint64_t{0});
     arm(layout.shared_at(slot, from, 0), tokens * layout.column_row());

@@ -80,7 +80,7 @@ class Group {
 // One rank's passage through one call: owns the epoch, the polling budget and all mailbox access.
 class Call {
  public:
-  // Enters, moves the epoch on, re-arms the previous slot and agrees with the other ranks.
+  // Enters, moves the epoch on and agrees with the other ranks.
   Call(Group& group, int64_t rank, const CallFacts& facts, std::chrono::milliseconds budget);
   ~Call();
   Call(const Call&) = delete;
@@ -93,13 +93,15 @@ class Call {
   // Stores words into a rank's mailbox, -0 made +0.
   void Publish(int64_t to, int64_t at, const uint32_t* words, int64_t count);
 
+  // Arms what the previous call used. After publishing: nobody waits for it.
+  void Rearm();
+
   // Waits for words in the own mailbox that rank `from` stores.
   void Receive(int64_t from, int64_t at, uint32_t* words, int64_t count);
 
  private:
   template <typename Word>
   Word Poll(const Word& word, Word armed, int64_t from);
-  void Rearm(int64_t previous);
   void Agree(const CallFacts& facts);
 
   Group& group_;
@@ -107,6 +109,8 @@ class Call {
   const int64_t run_;
   const std::chrono::milliseconds budget_;
   const Group::Deadline deadline_;
+  uint32_t epoch_ = 0;
+  uint32_t previous_ = 0;  // the header's word about the call before
   int64_t slot_ = 0;
 };
 

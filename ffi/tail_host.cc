@@ -60,6 +60,7 @@ class Tail {
 
   void Run(Half* out) {
     for (int64_t token = 0; token < in_.tokens; ++token) Publish(token);
+    call_.Rearm();
     std::vector<std::vector<Half>> normed(in_.tokens);
     for (int64_t token = 0; token < in_.tokens; ++token) {
       if (!two_shot_ || Owner(token) == call_.rank()) normed[token] = Reduce(token);

@@ -1,0 +1,171 @@
+// The fused tail's protocol between threads: every word checked, ranks fast and slow, failures.
+
+#include "../tail_group.h"
+
+#include <chrono>
+#include <cstdint>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+
+namespace k3jax::tail {
+namespace {
+
+using std::chrono::milliseconds;
+
+const Layout kLayout{4, 6, 8, 16};
+int64_t next_run = 1;
+
+// The word that rank `from` publishes in a call; some have a -0 half, some are the armed word.
+uint32_t Word(int64_t call, int64_t from, int64_t token, int64_t i) {
+  uint32_t word = static_cast<uint32_t>((call * 31 + from) * 1000 + token * 50 + i + 1);
+  if (word % 3 == 0) return kArmed | (word % 2 == 0 ? 0 : word & 0x7fff);
+  return word;
+}
+
+struct Plan {
+  int64_t tokens;
+  bool two_shot;
+};
+
+// One rank's part of a call, with the exchange pattern of the tail; `pause` delays its re-arming.
+// Returns what went wrong.
+std::string Exchange(Call& call, int64_t number, const Plan& plan, bool pause = false) {
+  const Layout& layout = call.layout();
+  std::vector<uint32_t> words(layout.latent_row());
+  for (int64_t token = 0; token < plan.tokens; ++token) {
+    for (int64_t i = 0; i < layout.latent_row(); ++i) words[i] = Word(number, call.rank(), token, i);
+    for (int64_t to = 0; to < layout.ranks; ++to) {
+      if (plan.two_shot && to != token % layout.ranks) continue;
+      call.Publish(to, layout.latent_at(call.slot(), call.rank(), token), words.data(),
+                   layout.latent_row());
+    }
+  }
+  if (pause) std::this_thread::sleep_for(std::chrono::microseconds(200));
+  call.Rearm();
+  for (int64_t token = 0; token < plan.tokens; ++token) {
+    bool owner = token % layout.ranks == call.rank();
+    for (int64_t from = 0; (owner || !plan.two_shot) && from < layout.ranks; ++from) {
+      call.Receive(from, layout.latent_at(call.slot(), from, token), words.data(),
+                   layout.latent_row());
+      for (int64_t i = 0; i < layout.latent_row(); ++i) {
+        if (words[i] != Canonical(Word(number, from, token, i))) return "a latent word is stale";
+      }
+    }
+    for (int64_t to = 0; owner && plan.two_shot && to < layout.ranks; ++to) {
+      call.Publish(to, layout.normed_at(call.slot(), token), words.data(), layout.latent_row());
+    }
+  }
+  for (int64_t token = 0; plan.two_shot && token < plan.tokens; ++token) {
+    call.Receive(token % layout.ranks, layout.normed_at(call.slot(), token), words.data(),
+                 layout.latent_row());
+    for (int64_t i = 0; i < layout.latent_row(); ++i) {
+      if (words[i] != Canonical(Word(number, layout.ranks - 1, token, i))) {
+        return "a finished word is stale";
+      }
+    }
+  }
+  return "";
+}
+
+// Runs `body(rank)` on a thread a rank; returns what each threw or returned.
+template <typename Body>
+std::vector<std::string> OnRanks(int64_t ranks, Body body) {
+  std::vector<std::string> said(ranks);
+  std::vector<std::thread> threads;
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        said[rank] = body(rank);
+      } catch (const TailError& error) {
+        said[rank] = error.what();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return said;
+}
+
+bool AllSay(const std::vector<std::string>& said, const std::string& piece) {
+  for (const std::string& one : said) {
+    if (one.find(piece) == std::string::npos) return false;
+  }
+  return true;
+}
+
+std::vector<std::string> Run(Group& group, int64_t calls, unsigned seed) {
+  int64_t run = next_run++;
+  std::vector<Plan> plans;
+  std::mt19937 random(seed);
+  for (int64_t i = 0; i < calls; ++i) {
+    plans.push_back({1 + static_cast<int64_t>(random() % 6), random() % 2 == 0});
+  }
+  return OnRanks(kLayout.ranks, [&](int64_t rank) -> std::string {
+    std::mt19937 pace(seed + rank);
+    for (int64_t number = 0; number < calls; ++number) {
+      if (pace() % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(pace() % 300));
+      const Plan& plan = plans[number];
+      Call call(group, rank, {run, plan.tokens, plan.two_shot, false}, milliseconds(20000));
+      std::string wrong = Exchange(call, number, plan, pace() % 8 == 0);
+      if (!wrong.empty()) return wrong;
+    }
+    return "";
+  });
+}
+
+TEST(NoWordIsLostOrStaleWhoeverIsSlow) {
+  Group group(kLayout);
+  for (unsigned seed : {1u, 2u, 3u}) {
+    for (const std::string& said : Run(group, 400, seed)) CHECK(said.empty());
+  }
+}
+
+TEST(AnAbsentRankIsNamedOnAllOthersAndTheNextRunIsClean) {
+  Group group(kLayout);
+  for (int round = 0; round < 3; ++round) {
+    int64_t run = next_run++;
+    auto said = OnRanks(kLayout.ranks, [&](int64_t rank) -> std::string {
+      if (rank == 2) return "waits for rank 2";
+      Call call(group, rank, {run, 3, false, false}, milliseconds(100));
+      return Exchange(call, 0, {3, false});
+    });
+    CHECK(AllSay(said, "waits for rank 2"));
+    // Its late arrival belongs to the failed execution.
+    CHECK_THROWS(Call(group, 2, {run, 3, false, false}, milliseconds(100)), "waits for rank 2");
+    for (const std::string& one : Run(group, 20, round)) CHECK(one.empty());
+    CHECK_THROWS(Call(group, 2, {run, 3, false, false}, milliseconds(100)), "rank 2");
+  }
+}
+
+TEST(DisagreementIsNamedOnAllRanks) {
+  Group group(kLayout);
+  int64_t run = next_run++;
+  auto said = OnRanks(kLayout.ranks, [&](int64_t rank) -> std::string {
+    Plan plan{rank == 3 ? 2 : 5, false};
+    Call call(group, rank, {run, plan.tokens, false, false}, milliseconds(5000));
+    return Exchange(call, 0, plan);
+  });
+  CHECK(AllSay(said, "ranks disagree"));
+  CHECK(AllSay(said, "2 tokens in one shot"));
+  for (const std::string& one : Run(group, 20, 7)) CHECK(one.empty());
+}
+
+TEST(TwoExecutionsAtOnceAreRefused) {
+  Group group(kLayout);
+  int64_t run = next_run;
+  next_run += 2;
+  auto said = OnRanks(kLayout.ranks, [&](int64_t rank) -> std::string {
+    Call call(group, rank, {run + rank % 2, 1, false, false}, milliseconds(5000));
+    return Exchange(call, 0, {1, false});
+  });
+  CHECK(AllSay(said, "one program at a time"));
+  for (const std::string& one : Run(group, 20, 9)) CHECK(one.empty());
+}
+
+}  // namespace
+}  // namespace k3jax::tail
+
+int main() { return k3jax::testing::RunTests(); }
