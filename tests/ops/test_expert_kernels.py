@@ -143,6 +143,12 @@ def test_an_expert_twice_in_a_token():
     case(3, np.tile(np.int32([5, 5, 5, 2]), (3, 1))).check()
 
 
+def test_many_experts_of_a_narrow_latent():
+    """Grouping needs more shared memory than the ring has."""
+    config = dataclasses.replace(SMALL, num_experts=896, experts_per_token=16)
+    case(2, config=config).check()
+
+
 def test_without_cap_of_the_linear_branch():
     config = dataclasses.replace(SMALL, situ_linear_beta=None)
     one = case(2, config=config)

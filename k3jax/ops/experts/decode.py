@@ -183,7 +183,7 @@ def _main_kernel(config, num_tokens, inner, target, summed):
         linear_beta=config.situ_linear_beta,
         weighted=summed,
     )
-    stages = (target.shared_bytes - kernel.shared_bytes) // kernel.slot_bytes
+    stages = (target.shared_bytes - kernel.ring_offset) // kernel.slot_bytes
     if stages < MIN_STAGES:
         raise NotImplementedError(
             f"experts='decode': a ring of {MIN_STAGES} slots of {kernel.slot_bytes} bytes does not "

@@ -48,6 +48,7 @@ from k3jax.ops.experts.kernel_units import (
     UNIT,
     group_block,
     record_offset,
+    scratch_bytes,
 )
 from k3jax.ops.experts.packing import CHUNK, CHUNK_BYTES, GROUP_CHUNKS, ROW_TILE, chunk_groups
 from k3jax.runtime.program import Kernel
@@ -199,8 +200,9 @@ class DecodeKernel(Kernel):
 
     @property
     def shared_bytes(self) -> int:
-        """Everything."""
-        return self.ring_offset + self.stages * self.slot_bytes
+        """Everything; grouping works in the ring before it is used."""
+        scratch = scratch_bytes(self.num_experts) if self.groups_itself else 0
+        return self.ring_offset + max(self.stages * self.slot_bytes, scratch)
 
     @cute.kernel
     def device(
@@ -288,7 +290,7 @@ class DecodeKernel(Kernel):
         return shared + Uint32((2 * self.stages + buffer) * 8)
 
     def drained(self, shared, buffer):
-        """Barrier: the activation warp has read the partial sums."""
+        """Barrier: the service warp has read the partial sums."""
         return shared + Uint32((2 * self.stages + 2 + buffer) * 8)
 
     def first_row(self, block):
@@ -355,7 +357,7 @@ class DecodeKernel(Kernel):
 
     @cute.jit
     def serve(self, shared, units, memory, share, buffer):
-        """A service warp: activation of every other gate/up tile, and the block's weight copies.
+        """A service warp: SiTU of every other gate/up tile, and the block's weight copies.
 
         Whoever finds the sums of tile i complete knows that its ring slot has been read, and starts
         the copy of stage i + stages into it. Stages past these are down stages, refilled by the

@@ -25,6 +25,11 @@ BLOCK_TABLE_BYTES = GAINS_OFFSET + 8 * MAX_BLOCK_ROUTES
 """The table in shared memory."""
 
 
+def scratch_bytes(num_experts: int) -> int:
+    """Shared memory that `group_block` works in: counts, then numbers of units."""
+    return 16 + 4 * num_experts * (MAX_BLOCK_ROUTES // UNIT)
+
+
 def record_offset(unit):
     """Where a unit stands in the table in global memory."""
     return TABLE_HEADER_BYTES + Int64(unit) * UNIT_BYTES
@@ -49,7 +54,7 @@ def group_block(
 
     Args:
         table: where the table begins in shared memory.
-        scratch: shared memory of 64 * num_experts + 16 bytes.
+        scratch: shared memory, `scratch_bytes` of it.
         ids: address of the routes' experts.
         weights: address of the routes' weights.
         num_routes: at most 128.
