@@ -136,7 +136,8 @@ class Tail {
     }
     if (scattered_) {
       uint32_t* row = Words(out + token * Columns());
-      for (int64_t i = 0; i < layout_.column_row(); ++i) row[i] = Canonical(Words(columns.data())[i]);
+      const uint32_t* words = Words(columns.data());
+      for (int64_t i = 0; i < layout_.column_row(); ++i) row[i] = Canonical(words[i]);
       return;
     }
     for (int64_t to = 0; to < layout_.ranks; ++to) {
@@ -266,16 +267,17 @@ Inputs ReadInputs(ffi::RemainingArgs& operands, const Shapes& shapes, float eps,
   return in;
 }
 
-ffi::Error Execute(ffi::RunId run, ffi::RemainingArgs operands, ffi::Result<ffi::BufferR2<ffi::BF16>> y,
-                   int64_t ranks, int64_t max_tokens, float eps, bool two_shot, bool scattered,
-                   int64_t budget_ms) {
+ffi::Error Execute(ffi::RunId run, ffi::RemainingArgs operands,
+                   ffi::Result<ffi::BufferR2<ffi::BF16>> y, int64_t ranks, int64_t max_tokens,
+                   float eps, bool two_shot, bool scattered, int64_t budget_ms) {
   try {
     Shapes shapes{ranks, max_tokens, two_shot, scattered};
     int64_t number, rank;
     Layout layout;
     Inputs in = ReadInputs(operands, shapes, eps, &number, &rank, &layout);
     int64_t width = scattered ? layout.hidden / ranks : layout.hidden;
-    Want(y->dimensions()[0] == in.tokens && y->dimensions()[1] == width, "the result's shape is off");
+    Want(y->dimensions()[0] == in.tokens && y->dimensions()[1] == width,
+         "the result's shape is off");
     // 31 bits of an execution's number tell it from all others that may be near; 0 means none.
     CallFacts facts{run.run_id % 0x7fffffff + 1, in.tokens, two_shot, scattered};
     Call call(Group::Get(number, layout), rank, facts, std::chrono::milliseconds(budget_ms));

@@ -48,12 +48,16 @@ class Driver:
 
     def upload(self, data: np.ndarray) -> int:
         """Copies an array to new device memory; returns its address."""
-        data, address = np.ascontiguousarray(data), c.c_uint64()
+        address = c.c_uint64()
         self._call("cuMemAlloc_v2", c.byref(address), c.c_size_t(max(data.nbytes, 1)))
-        self._call(
-            "cuMemcpyHtoD_v2", address, c.c_void_p(data.ctypes.data), c.c_size_t(data.nbytes)
-        )
+        self.write(address.value, data)
         return address.value
+
+    def write(self, address: int, data: np.ndarray) -> None:
+        """Copies an array to device memory."""
+        data = np.ascontiguousarray(data)
+        self._call("cuMemcpyHtoD_v2", c.c_uint64(address), c.c_void_p(data.ctypes.data),
+                   c.c_size_t(data.nbytes))  # fmt: skip
 
     def download(self, address: int, num_bytes: int) -> np.ndarray:
         """Waits for the device and copies bytes back."""

@@ -1,0 +1,157 @@
+"""The fused tail on GPUs: all ranks on one card, and one rank a card through jax.jit."""
+
+import importlib.util
+import struct
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from k3jax.ops.tail import fused
+from k3jax.parallel import RankGroup
+from k3jax.runtime.target import Target
+from k3jax.runtime.workspace import EPOCH_WORD, FAILED_WORD
+from tests.gpu.driver import Driver
+from tests.ops.tail_oracle import BF16, EPS, draw, oracle
+from tests.support import bits, parallel_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs the CuTe DSL"),
+]
+
+LATENT = 3584
+LOOPBACKS = {2: (3584, 7, 1), 4: (1536, 3, 2), 8: (512, 1, 2), 16: (512, 1, 2)}
+"""Hidden width, clusters of a rank and parts of K with which all ranks' blocks fit one card."""
+
+BUDGET = 1 << 22
+
+
+class Loopback:
+    """All ranks as block groups of one launch."""
+
+    def __init__(self, ranks):
+        from k3jax.ops.tail.kernel_tail import TailKernel
+        from k3jax.runtime.compile import compile_kernel
+
+        self.ranks, (self.hidden, groups, k_parts) = ranks, LOOPBACKS[ranks]
+        self.driver, self.functions = Driver(), {}
+        for two_shot in (False, True):
+            kernel = TailKernel(
+                ranks=ranks, latent_size=LATENT, hidden_size=self.hidden, max_tokens=128,
+                groups=groups, k_blocks=8, k_parts=k_parts, two_shot=two_shot,
+                warps=4 if ranks == 16 else 16,
+            )  # fmt: skip
+            compiled = compile_kernel(kernel, Target.current().arch)
+            function = self.driver.function(compiled.cubin, compiled.entry, kernel.shared_bytes)
+            self.functions[two_shot] = kernel, function
+        self.layout = kernel.layout
+        stride = self.layout.num_bytes
+        self.address = self.driver.upload(np.zeros(ranks * stride, np.uint8))
+        peers = [self.address + rank * stride for rank in range(ranks)]
+        armed = np.concatenate([self.layout.armed(rank, peers) for rank in range(ranks)])
+        self.driver.write(self.address, armed)
+
+    def call(self, arrays, two_shot):
+        kernel, function = self.functions[two_shot]
+        tokens = arrays[0].shape[1]
+        places = [self.driver.upload(array.view(np.uint8)) for array in arrays]
+        num_bytes = self.ranks * tokens * self.hidden * 2
+        out = self.driver.upload(np.full(num_bytes, 0xAB, np.uint8))
+        addresses = (*[places[0]] * 3, *places[1:], out, self.address)
+        numbers = (self.layout.num_bytes, tokens, self.layout.columns, BUDGET)
+        arguments = [
+            *(struct.pack("<Q", address) for address in addresses),
+            *(struct.pack("<i", number) for number in numbers),
+            struct.pack("<f", EPS),
+        ]
+        grid = (kernel.grid[0], self.ranks, 1)
+        self.driver.launch(
+            function, grid, kernel.threads, kernel.cluster, kernel.shared_bytes, arguments, False
+        )
+        data = self.driver.download(out, num_bytes)
+        for address in (*places, out):
+            self.driver.free(address)
+        return data.view(BF16).reshape(self.ranks, tokens, self.hidden)
+
+    def header(self, rank):
+        at = self.address + rank * self.layout.num_bytes
+        return self.driver.download(at, 256).view(np.uint32)
+
+
+def check(got, arrays):
+    wanted = oracle(*arrays)
+    for rank in range(1, len(got)):
+        np.testing.assert_array_equal(bits(got[rank]), bits(got[0]))
+    error = np.linalg.norm(np.asarray(got[0], np.float64) - wanted)
+    assert error <= 1e-3 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("ranks", fused.RANKS)
+def test_all_ranks_on_one_card(ranks):
+    rng = np.random.default_rng()
+    loopback = Loopback(ranks)
+    calls = 0
+    for tokens in (1, 2, 5, 8, 9, 31, 32, 33, 64, 65, 128, 1, 127, 3):
+        for two_shot in (False, True) if tokens <= 32 else (True,):
+            arrays = draw(rng, ranks, tokens, LATENT, loopback.hidden)
+            check(loopback.call(arrays, two_shot), arrays)
+            calls += 1
+    for rank in range(ranks):
+        assert loopback.header(rank)[FAILED_WORD] == 0
+        assert loopback.header(rank)[EPOCH_WORD] == calls
+
+
+def need_devices(count):
+    if len(jax.devices()) < count:
+        pytest.skip(f"needs {count} GPUs, there are {len(jax.devices())}")
+
+
+@pytest.fixture(params=fused.RANKS)
+def group(request):
+    """Ranks, their workspaces, and the tail under jit, captured into a CUDA graph or not."""
+    ranks = request.param
+    need_devices(ranks)
+    workspaces = fused.tail_workspaces(jax.devices()[:ranks], LATENT, 7168)
+    workspaces.create()
+
+    def local(latent, shared, gain, up_proj):
+        y = fused.fused_tail(
+            latent[0], shared[0], gain, up_proj,
+            eps=EPS, group=RankGroup(ranks, "tp"), target=Target.current(),
+        )  # fmt: skip
+        return y[None]
+
+    split = P("tp")
+    mapped = jax.shard_map(
+        local, mesh=parallel_of(ranks).mesh, in_specs=(split, split, P(), P()), out_specs=split
+    )
+
+    def jitted(captured):
+        size = 1 if captured else 1_000_000
+        return jax.jit(mapped, compiler_options={"xla_gpu_graph_min_graph_size": size})
+
+    return ranks, workspaces, jitted
+
+
+def test_one_rank_a_card(group):
+    ranks, workspaces, jitted = group
+    rng = np.random.default_rng()
+    step = jitted(captured=True)
+    for tokens in (1, 8, 9, 32, 33, 64, 128, 1, 128, 7):
+        arrays = draw(rng, ranks, tokens, LATENT, 7168)
+        check(np.asarray(step(*arrays)), arrays)
+    workspaces.check()
+
+
+def test_replayed_and_issued_calls_have_the_same_bits(group):
+    ranks, workspaces, jitted = group
+    rng = np.random.default_rng()
+    captured, issued = jitted(captured=True), jitted(captured=False)
+    for tokens in (1, 8, 64):
+        draws = [draw(rng, ranks, tokens, LATENT, 7168) for _ in range(4)]
+        outputs = [np.asarray(captured(*arrays)) for arrays in draws]
+        for arrays, y in zip(draws, outputs, strict=True):
+            np.testing.assert_array_equal(bits(y), bits(issued(*arrays)))
+    workspaces.check()
