@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from k3jax.ops.tail import fused
+from k3jax.ops.tail.geometry import TailGeometry, kernel_facts
 from k3jax.ops.tail.kernel_tail import REPRESENTATIVES, TailKernel
 from k3jax.runtime.compile import ARCHS, compile_kernel
 from k3jax.runtime.workspace import (
@@ -130,6 +131,21 @@ def test_most_tokens_take_several_rounds(round_tokens):
     for two_shot, tokens in ((True, MAX_TOKENS), (False, 32)):
         arrays = loopback.draw(np.random.default_rng(), tokens)
         check(loopback.call(arrays, two_shot), arrays)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "tokens"), [(2, 3), (2, 9), (4, 17), (8, 8), (16, 5)])
+def test_k3_s_blocks(ranks, tokens):
+    """One cluster a rank of the geometry that K3 has; at TP=2 some weights are in registers."""
+    facts = kernel_facts(ranks, 3584, 7168, tokens)
+    geometry = TailGeometry(**facts)
+    assert (geometry.kept_steps < geometry.steps) == (ranks == 2)
+    loopback = Loopback(
+        ranks, 3584, geometry.rows * ranks, 8, 1, *(geometry.k_parts, geometry.warps),
+        round_tokens=geometry.round_tokens,
+    )  # fmt: skip
+    arrays = loopback.draw(np.random.default_rng(), tokens)
+    check(loopback.call(arrays, geometry.two_shot), arrays)
 
 
 def test_shots_have_the_same_bits():
