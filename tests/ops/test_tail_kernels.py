@@ -62,11 +62,34 @@ class Loopback:
         facts = self.facts
         return draw(rng, self.ranks, tokens, facts["latent_size"], facts["hidden_size"])
 
-    def call(self, arrays, two_shot, ranks=None, weights=None, ids=None, scattered=False):
+    def call(self, arrays, two_shot, ranks=None, **options):
         """Runs one call on the first `ranks` ranks and returns their results."""
+        spec, collect = self.prepare(arrays, two_shot, ranks, **options)
+        Device(self.memory, seed=self.seed, patience=20 * BUDGET).run([spec])
+        return collect()
+
+    def chain(self, calls):
+        """Runs calls in one stream, each launched before the previous one has ended."""
+        prepared = [
+            self.prepare(arrays, two_shot, overlaps=True, number=number)
+            for number, (arrays, two_shot) in enumerate(calls)
+        ]
+        device = Device(self.memory, seed=self.seed, patience=20 * BUDGET)
+        device.run([spec for spec, _ in prepared])
+        return [collect() for _, collect in prepared]
+
+    def prepare(
+        self, arrays, two_shot, ranks=None, weights=None, ids=None, scattered=False, overlaps=False,
+        number=0,
+    ):  # fmt: skip
+        """The launch of one call, and a function that returns its results afterwards."""
         experts = 0 if weights is None else weights.shape[1]
         kernel = TailKernel(
-            **self.facts, two_shot=two_shot, scattered=scattered, experts_per_token=experts
+            **self.facts,
+            two_shot=two_shot,
+            scattered=scattered,
+            experts_per_token=experts,
+            overlaps=overlaps,
         )
         compiled = compile_kernel(kernel, "sm_90a")
         tokens = arrays[0].shape[1]
@@ -85,12 +108,17 @@ class Loopback:
         spec = launch_spec(
             load(compiled.ptx, compiled.entry),
             *(grid, (kernel.threads, 1, 1), kernel.cluster, kernel.shared_bytes, arguments),
+            overlaps_previous=overlaps and number > 0,
+            number=number,
         )
-        Device(self.memory, seed=self.seed, patience=20 * BUDGET).run([spec])
-        data, written = self.memory.contents(out, num_bytes)
-        ran = grid[1] * tokens * width * 2
-        assert written[:ran].all()
-        return data[:ran].view(BF16).reshape(grid[1], tokens, width)
+
+        def collect():
+            data, written = self.memory.contents(out, num_bytes)
+            ran = grid[1] * tokens * width * 2
+            assert written[:ran].all()
+            return data[:ran].view(BF16).reshape(grid[1], tokens, width)
+
+        return spec, collect
 
 
 SMALL = (2, 128, 64, 2, 1, 2, 4)
@@ -131,6 +159,18 @@ def test_most_tokens_take_several_rounds(round_tokens):
     for two_shot, tokens in ((True, MAX_TOKENS), (False, 32)):
         arrays = loopback.draw(np.random.default_rng(), tokens)
         check(loopback.call(arrays, two_shot), arrays)
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_calls_that_overlap_their_predecessor(seed):
+    rng = np.random.default_rng()
+    loopback = Loopback(*SHAPES[4], seed=seed)
+    calls = [
+        (loopback.draw(rng, t), two_shot) for t, two_shot in ((5, True), (1, False), (9, False))
+    ]
+    calls += [(loopback.draw(rng, t), t > 4) for t in (3, 8, 2, 6)]
+    for got, (arrays, _) in zip(loopback.chain(calls), calls, strict=True):
+        check(got, arrays)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from k3jax.ops.tail import fused
+from k3jax.ops.tail.api import TailTier, latent_tail
 from k3jax.ops.tail.geometry import TailGeometry, kernel_facts
 from k3jax.parallel import Parallel, run_sharded
 from k3jax.runtime.program import Workspace
@@ -103,6 +104,27 @@ def test_on_a_cpu_it_runs_the_host_implementation(kind):
     np.testing.assert_array_equal(bits(got), np.broadcast_to(bits(got[0]), got.shape))
     wanted = oracle(*arrays)
     assert np.linalg.norm(got[0] - wanted) <= 1e-3 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 100])
+def test_agrees_with_the_tier_that_overlaps_the_all_reduces(num_tokens):
+    arrays = draw(np.random.default_rng(), 4, num_tokens, 64, 128)
+    fused_y = np.asarray(run_tail(parallel_of(4), Target.named("cpu"))(*arrays))[0]
+
+    def local(group, latent, shared, gain, up_proj):
+        tier = TailTier.ALLREDUCE_OVERLAP
+        y = latent_tail(
+            latent[0], shared[0], gain, up_proj, eps=EPS, group=group, tier=tier, scattered=False
+        )
+        return y[None]
+
+    split = P("tp")
+    call = jax.jit(
+        lambda *args: run_sharded(local, parallel_of(4), (split, split, P(), P()), split, *args)
+    )
+    plain_y = np.asarray(call(*arrays))[0].astype(np.float64)
+    # The same rounding points: only the order of float32 sums differs.
+    assert np.linalg.norm(fused_y - plain_y) <= 1e-3 * np.linalg.norm(plain_y)
 
 
 def lower_layers(kind: str, tp: int):
