@@ -33,7 +33,7 @@ def float32_layer(params: MoEParams, x: jax.Array, config: MoEConfig) -> jax.Arr
         return weight * _times(hidden, w2)[0]
 
     pairs = jnp.repeat(z, ids.shape[1], axis=0), ids.reshape(-1), weights.reshape(-1)
-    m = lax.map(route, pairs).reshape(*ids.shape, -1).sum(axis=1)
+    m = lax.map(route, pairs).reshape(*ids.shape, config.latent_size).sum(axis=1)
     if params.routed_expert_norm is not None:
         mean_square = jnp.mean(m * m, axis=1, keepdims=True)
         gain = params.routed_expert_norm.astype(jnp.float32)

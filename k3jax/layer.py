@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from k3jax.config import MoEConfig
 from k3jax.ops.experts.api import routed_experts
 from k3jax.ops.experts.packing import PackedExperts, check_layout, packed_infos
+from k3jax.ops.rounding import to_bfloat16
 from k3jax.ops.router.api import route
 from k3jax.ops.shared_expert.reference import shared_expert
 from k3jax.ops.tail.api import latent_tail
@@ -146,7 +147,7 @@ def _moe_local(
 
 def _linear(x: jax.Array, weight: jax.Array) -> jax.Array:
     out = jnp.einsum("tk,mk->tm", x, weight, preferred_element_type=jnp.float32)
-    return out.astype(jnp.bfloat16)
+    return to_bfloat16(out)
 
 
 def _packed_infos(

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from k3jax.ops.activation import situ_glu
+from k3jax.ops.rounding import to_bfloat16
 from k3jax.params import ExpertParams
 from k3jax.quant import mxfp8
 from k3jax.quant.mxfp4 import Mxfp4Array
@@ -19,10 +20,9 @@ def expert(z: jax.Array, params: ExpertParams, index, betas) -> jax.Array:
     """
 
     w1, w3, w2 = params.expert(index)
-    gate = _linear(z, w1).astype(jnp.bfloat16)
-    up = _linear(z, w3).astype(jnp.bfloat16)
-    hidden = situ_glu(gate, up, *betas).astype(jnp.bfloat16)
-    return _linear(hidden, w2).astype(jnp.bfloat16)
+    gate, up = to_bfloat16(_linear(z, w1)), to_bfloat16(_linear(z, w3))
+    hidden = to_bfloat16(situ_glu(gate, up, *betas))
+    return to_bfloat16(_linear(hidden, w2))
 
 
 def expert_w4a8(z: jax.Array, params: ExpertParams, index, betas) -> jax.Array:
@@ -37,7 +37,7 @@ def expert_w4a8(z: jax.Array, params: ExpertParams, index, betas) -> jax.Array:
     w1, w3, w2 = params.expert(index)
     z = mxfp8.quantize(z).dequantize()
     hidden = mxfp8.quantize(situ_glu(_linear(z, w1), _linear(z, w3), *betas)).dequantize()
-    return _linear(hidden, w2).astype(jnp.bfloat16)
+    return to_bfloat16(_linear(hidden, w2))
 
 
 def _linear(rows: jax.Array, matrix: Mxfp4Array) -> jax.Array:
@@ -64,7 +64,7 @@ def combine(rows: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         used = (ids[:, slot] >= 0)[:, None]
         term = weights[:, slot, None] * rows[:, slot].astype(jnp.float32)
         total = total + jnp.where(used, term, 0.0)
-    return total.astype(jnp.bfloat16)
+    return to_bfloat16(total)
 
 
 def routed_experts(z, ids, weights, params: ExpertParams, betas) -> jax.Array:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from k3jax.ops.activation import situ_glu
+from k3jax.ops.rounding import to_bfloat16
 from k3jax.params import SharedExpertParams
 
 
@@ -23,7 +24,7 @@ def shared_expert(x: jax.Array, params: SharedExpertParams, betas) -> jax.Array:
 
     def linear(rows, weight):
         product = jnp.einsum("tk,mk->tm", rows, weight, preferred_element_type=jnp.float32)
-        return product.astype(jnp.bfloat16)
+        return to_bfloat16(product)
 
     gate, up = linear(x, params.gate_proj), linear(x, params.up_proj)
-    return linear(situ_glu(gate, up, *betas).astype(jnp.bfloat16), params.down_proj)
+    return linear(to_bfloat16(situ_glu(gate, up, *betas)), params.down_proj)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from k3jax.ops.rounding import to_bfloat16
 from k3jax.ops.tail import reference
 from k3jax.parallel import RankGroup
 
@@ -64,7 +65,7 @@ def latent_tail(
         out = reference.up_project(normed, _own_rows(up_proj, group))
         if shared is None:
             return out
-        return out + group.reduce_scatter(shared.astype(jnp.float32)).astype(jnp.bfloat16)
+        return out + to_bfloat16(group.reduce_scatter(shared.astype(jnp.float32)))
     out = reference.up_project(normed, up_proj)
     return out if shared is None else out + _sum(shared, group)
 
@@ -77,8 +78,8 @@ def _column_parallel(normed, shared, up_proj, group: RankGroup) -> jax.Array:
     product = jnp.einsum(
         "tl,hl->th", normed, _own_rows(up_proj, group), preferred_element_type=jnp.float32
     )
-    columns = (columns + product).astype(jnp.bfloat16)
-    return group.all_reduce(lax.dynamic_update_slice_in_dim(shared, columns, start, axis=1))
+    merged = lax.dynamic_update_slice_in_dim(shared, to_bfloat16(columns + product), start, axis=1)
+    return group.all_reduce(merged)
 
 
 def _own_rows(up_proj: jax.Array, group: RankGroup) -> jax.Array:
@@ -88,4 +89,4 @@ def _own_rows(up_proj: jax.Array, group: RankGroup) -> jax.Array:
 
 def _sum(partial: jax.Array, group: RankGroup) -> jax.Array:
     """Sum over ranks in float32, rounded once."""
-    return group.all_reduce(partial.astype(jnp.float32)).astype(partial.dtype)
+    return to_bfloat16(group.all_reduce(partial.astype(jnp.float32)))

@@ -4,18 +4,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from k3jax.ops.rounding import to_bfloat16
+
 
 def rms_norm(m: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
     """m * rsqrt(mean(m^2) + eps) * gain for rows m [T, L]: float32 inside, rounded once."""
     m = m.astype(jnp.float32)
     variance = jnp.mean(m * m, axis=-1, keepdims=True)
-    return (m * lax.rsqrt(variance + eps) * gain.astype(jnp.float32)[None]).astype(jnp.bfloat16)
+    return to_bfloat16(m * lax.rsqrt(variance + eps) * gain.astype(jnp.float32)[None])
 
 
 def up_project(latent: jax.Array, weight: jax.Array) -> jax.Array:
     """latent [T, L] times weight [H, L]: bfloat16 [T, H], summed in float32."""
     out = jnp.einsum("tl,hl->th", latent, weight, preferred_element_type=jnp.float32)
-    return out.astype(jnp.bfloat16)
+    return to_bfloat16(out)
 
 
 def tail(m: jax.Array, shared, gain, weight: jax.Array, eps: float) -> jax.Array:
