@@ -12,7 +12,7 @@ from k3jax.export import load_function as load_function
 from k3jax.layer import moe_layer as moe_layer
 from k3jax.nnx import KimiK3MoE as KimiK3MoE
 from k3jax.ops.experts.api import ExpertsTier as ExpertsTier
-from k3jax.ops.experts.packing import pack_params as pack_params
+from k3jax.ops.experts.api import prepare_params as prepare_params
 from k3jax.ops.router.api import RouterTier as RouterTier
 from k3jax.ops.tail.api import TailTier as TailTier
 from k3jax.parallel import Parallel as Parallel

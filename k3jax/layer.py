@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from k3jax.config import MoEConfig
-from k3jax.ops.experts.api import routed_experts
+from k3jax.ops.experts.api import UNPACKED, routed_experts
 from k3jax.ops.experts.packing import PackedExperts, check_layout, packed_infos
 from k3jax.ops.rounding import to_bfloat16
 from k3jax.ops.router.api import route
@@ -214,3 +214,5 @@ def _resolve_plan(
 @functools.cache
 def _log_once(plan: LayerPlan) -> None:
     logger.info("%s", plan)
+    if any(reason == UNPACKED for _, reason in plan.experts.declined):
+        logger.warning("experts run in XLA on %s: %s", plan.target.kind, UNPACKED)

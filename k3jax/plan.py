@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from k3jax.config import MoEConfig
 from k3jax.ops.check import distrust
-from k3jax.ops.experts.api import ExpertsTier
+from k3jax.ops.experts.api import UNPACKED, ExpertsTier
 from k3jax.ops.experts.decode import refusal as experts_refusal
 from k3jax.ops.router.api import RouterTier
 from k3jax.ops.router.api import kernel_refusal as router_refusal
@@ -150,9 +150,7 @@ def _experts_table(
     config: MoEConfig, num_tokens: int, tp: int, target: Target, packed: bool
 ) -> list[_Row[ExpertsTier]]:
     refusal = experts_refusal(config, num_tokens, tp, target)
-    if not (refusal or packed):
-        refusal = "the experts are in the checkpoint's order: pack them with k3jax.pack_params"
-    refusal = refusal or distrust("experts", target)
+    refusal = refusal or (None if packed else UNPACKED) or distrust("experts", target)
     return [
         _Row(ExpertsTier.DECODE, f"compiled for {target.arch}", refusal),
         _Row(ExpertsTier.XLA, "runs everywhere"),

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-import benchmarks.experts as bench
+import k3jax.bench.experts as bench
 from k3jax.config import MoEConfig
 from k3jax.runtime.target import Target
 

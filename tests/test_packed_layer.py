@@ -9,8 +9,10 @@ import pytest
 
 from k3jax.config import MoEConfig
 from k3jax.layer import moe_layer
-from k3jax.ops.experts.packing import pack_params, unpack_experts
+from k3jax.ops.experts.api import prepare_params
+from k3jax.ops.experts.packing import PackedExperts, pack_params, unpack_experts
 from k3jax.plan import plan_layer
+from k3jax.runtime.target import Target
 from tests.support import TINY, bits, parallel_of, params_of, sharded_params, tokens_of
 
 CONFIG = MoEConfig(
@@ -95,6 +97,25 @@ def test_widths_that_the_order_cannot_hold_are_refused():
 
 def test_the_plan_says_what_the_kernels_need():
     plan = plan_layer(MoEConfig.kimi_k3(), 8, tp=8, target="h200")
-    assert "pack them with k3jax.pack_params" in dict(plan.experts.declined)["decode"]
+    assert "convert them with k3jax.prepare_params" in dict(plan.experts.declined)["decode"]
     with pytest.raises(ValueError, match="experts='decode' cannot run here: the experts are in"):
         plan_layer(MoEConfig.kimi_k3(), 8, tp=8, target="h200", experts="decode")
+
+
+def test_preparing_follows_the_device():
+    params = params_of(CONFIG)
+    assert prepare_params(params, CONFIG) is params  # a CPU has no kernels
+    packed = prepare_params(params, CONFIG, target=Target.named("h200"))
+    assert isinstance(packed.experts, PackedExperts)
+    tiny = params_of(TINY)
+    assert prepare_params(tiny, TINY, target=Target.named("h200")) is tiny
+
+
+def test_experts_left_in_the_wrong_order_are_a_warning(caplog):
+    config = dataclasses.replace(CONFIG, rms_norm_eps=7e-5)
+    plan = plan_layer(config, 3, target="h200")
+    moe_layer(params_of(config), tokens_of(3, config.hidden_size), config=config, plan=plan)
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert (
+        "experts run in XLA on h200: the experts are in the checkpoint's order" in warning.message
+    )

@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from k3jax.cli import demo, doctor, export, kernels, make_checkpoint, plan, run
+from k3jax.cli import bench, demo, doctor, export, kernels, make_checkpoint, plan, run
 
 _VERBS = {
     "demo": demo,
@@ -19,6 +19,7 @@ _VERBS = {
     "export": export,
     "doctor": doctor,
     "kernels": kernels,
+    "bench": bench,
 }
 
 

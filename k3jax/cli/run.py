@@ -36,6 +36,7 @@ def run(args: argparse.Namespace) -> None:
     from k3jax.cli.plan import render
     from k3jax.config import MoEConfig
     from k3jax.layer import moe_layer
+    from k3jax.ops.experts.api import prepare_params, reads_kernel_order
     from k3jax.parallel import Parallel
     from k3jax.plan import plan_layer
 
@@ -47,12 +48,20 @@ def run(args: argparse.Namespace) -> None:
     x = _read_tokens(args.input, config.hidden_size)
     config.check_tp(args.tp)
     parallel = Parallel.over_devices(args.tp)
-    plan = plan_layer(config, len(x), tp=args.tp, experts=args.experts, tail=args.tail)
+    plan = plan_layer(
+        config,
+        len(x),
+        tp=args.tp,
+        packed=reads_kernel_order(config, args.tp),
+        experts=args.experts,
+        tail=args.tail,
+    )
     print(render([plan]))
 
     params = load_layer(
         checkpoint, args.layer, config, parallel, allow_nan_scales=args.allow_nan_scales
     )
+    params = prepare_params(params, config, parallel)
     layer = functools.partial(moe_layer, config=config, parallel=parallel, plan=plan)
     y = np.asarray(jax.jit(layer)(params, x), np.float32)
     with output.open("wb") as stream:  # given a name, numpy would add .npy to it

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from k3jax import MoEConfig, Parallel, load_layer
+from k3jax import MoEConfig, Parallel, load_layer, prepare_params
 from k3jax.checkpoint import Checkpoint
 from models.kimi_k3.model import LayerParams
 
@@ -42,7 +42,11 @@ def load_layers(
         return {
             layer: LayerParams(
                 _load_norm(checkpoint, layer, config, parallel),
-                load_layer(checkpoint, layer, config, parallel, progress=progress),
+                prepare_params(
+                    load_layer(checkpoint, layer, config, parallel, progress=progress),
+                    config,
+                    parallel,
+                ),
             )
             for layer in layers
         }

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax import MoEConfig, moe_layer, pack_params, plan_layer
+from k3jax import MoEConfig, moe_layer, plan_layer, prepare_params
 from k3jax.float32 import float32_layer, relative_error
 from k3jax.ops.check import CHECKED_OPS, run_check
 from k3jax.runtime.target import Target
@@ -23,7 +23,7 @@ CONFIG = dataclasses.replace(MoEConfig.kimi_k3(), num_experts=32, experts_per_to
 def packed(tp):
     parallel = parallel_of(tp) if tp > 1 else None
     params = sharded_params(CONFIG, parallel) if parallel else params_of(CONFIG)
-    return pack_params(params, CONFIG, parallel)
+    return prepare_params(params, CONFIG, parallel)
 
 
 def step(tp, captured=True):

@@ -7,9 +7,10 @@ import jax
 
 from k3jax.config import MoEConfig
 from k3jax.ops.experts import decode, reference, xla
-from k3jax.ops.experts.packing import PackedExperts
+from k3jax.ops.experts.packing import PackedExperts, pack_params
 from k3jax.ops.gradient import without_gradient
-from k3jax.params import ExpertParams
+from k3jax.parallel import Parallel
+from k3jax.params import ExpertParams, MoEParams
 from k3jax.runtime.ffi import platform_choice
 from k3jax.runtime.target import Target
 
@@ -28,6 +29,37 @@ class ExpertsTier(StrEnum):
     XLA = "xla"
     REFERENCE = "reference"
     W4A8 = "w4a8"
+
+
+UNPACKED = "the experts are in the checkpoint's order: convert them with k3jax.prepare_params"
+"""Why kernels that exist for a device do not run."""
+
+
+def reads_kernel_order(config: MoEConfig, tp: int = 1, target: Target | None = None) -> bool:
+    """Whether the device (the current one if None) has kernels for these experts."""
+    return decode.refusal(config, 1, tp, target or Target.current()) is None
+
+
+def prepare_params(
+    params: MoEParams,
+    config: MoEConfig,
+    parallel: Parallel | None = None,
+    target: Target | None = None,
+) -> MoEParams:
+    """`params` in the order that the device's kernels read, unchanged where it has none.
+
+    Call it once after loading. Experts go into kernel order rank by rank; input and output exist at
+    once, so drop the input.
+
+    Args:
+        params: the layer's parameters.
+        config: the layer.
+        parallel: mesh and axis for tensor parallelism.
+        target: the device; the current one if None.
+    """
+    if reads_kernel_order(config, parallel.tp if parallel else 1, target):
+        return pack_params(params, config, parallel)
+    return params
 
 
 _ROWS = {

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from k3jax.cli.arguments import integers
 from k3jax.config import MXFP4_GROUP_SIZE, MoEConfig
 from k3jax.ops.experts.api import ExpertsTier, routed_experts
 from k3jax.ops.experts.check import random_experts
@@ -78,8 +79,8 @@ class Row:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what the benchmark takes."""
-    parser.add_argument("--tokens", type=_integers, default=TOKENS, help="token counts, 1,8,64")
-    parser.add_argument("--tp", type=_integers, default=TENSOR_PARALLEL, help="ranks, 8,16,2")
+    parser.add_argument("--tokens", type=integers, default=TOKENS, help="token counts, 1,8,64")
+    parser.add_argument("--tp", type=integers, default=TENSOR_PARALLEL, help="ranks, 8,16,2")
     parser.add_argument("--routing", choices=ROUTINGS, action="append", help="default: both")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
@@ -271,18 +272,3 @@ def _lines(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
     for routing, tp in dict.fromkeys((row.routing, row.tp) for row in rows):
         line = [row for row in rows if (row.routing, row.tp) == (routing, tp)]
         yield f"TP={tp}, {routing}", line
-
-
-def _integers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
-def main() -> int:
-    """Runs the benchmark alone: `python -m benchmarks.experts`."""
-    parser = argparse.ArgumentParser(prog="benchmarks.experts", description=__doc__)
-    add_arguments(parser)
-    return run(parser.parse_args())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Benchmarks: each module times one part against what bounds it."""
