@@ -26,6 +26,7 @@ def run(args: argparse.Namespace) -> int:
         _inspect(name, kernel, arch)
         for name, kernel in all_kernels().items()
         for arch in args.arch.split(",")
+        if kernel.compiles_for(arch)
     ]
     print(json.dumps(rows, indent=2) if args.json else _render(rows))
     bad = [row for row in rows if row["problem"]]

@@ -99,12 +99,18 @@ def compile_kernel(kernel: Kernel, arch: str) -> CompiledKernel:
 
     Raises:
         ValueError: unknown architecture.
-        NotImplementedError: it must be compiled, but the CuTe DSL is not installed.
+        NotImplementedError: the architecture lacks what the kernel needs, or it must be compiled
+            and the CuTe DSL is not installed.
         TypeError: a field cannot be part of a cache key, or the code's parameters are not
             `kernel.parameters`.
     """
     if arch not in ARCHS:
         raise ValueError(f"arch={arch!r} is not one of {ARCHS}")
+    if not kernel.compiles_for(arch):
+        raise NotImplementedError(
+            f"{type(kernel).__name__} needs instructions of {kernel.architectures}, which {arch} "
+            "lacks; choose a tier that runs there"
+        )
     return _compile_once(kernel, arch, default_directory())
 
 

@@ -26,6 +26,7 @@ def _launch(kernel: Constexpr, arguments, stream: cuda.CUstream):
         block=[kernel.threads, 1, 1],
         cluster=list(kernel.cluster),
         smem=kernel.shared_bytes,
+        min_blocks_per_mp=kernel.min_blocks,
         stream=stream,
     )
 

@@ -30,14 +30,23 @@ class Kernel:
         threads: threads in a block.
         cluster: blocks in a cluster, (x, y, z).
         shared_bytes: bytes of dynamic shared memory of a block.
+        architectures: those whose instructions it needs, or None if it compiles for all.
+        min_blocks: blocks that a multiprocessor must be able to hold. 1 fixes the registers that a
+            thread starts with, which `setmaxnreg` asks for; 0 leaves them to the compiler.
     """
 
     parameters: ClassVar[tuple[tuple[str, ParameterType], ...]]
     threads: int
     cluster: tuple[int, int, int] = (1, 1, 1)
     shared_bytes: int = 0
+    architectures: ClassVar[tuple[str, ...] | None] = None
+    min_blocks: ClassVar[int] = 0
     device: Any
     """The `@cute.kernel` method: `device(self, *parameters)`."""
+
+    def compiles_for(self, arch: str) -> bool:
+        """Whether `arch` has the instructions that the kernel needs."""
+        return self.architectures is None or arch in self.architectures
 
 
 @dataclass(frozen=True)
