@@ -1,0 +1,195 @@
+"""The routed experts of many tokens as one custom call of Hopper kernels: support, and the program.
+
+Launches: routes are sorted and tokens permuted; gate/up with SiTU; down; the weighted sum.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from k3jax.config import MoEConfig
+from k3jax.ops.experts.packing import CHUNK, GROUP_CHUNKS, PackedExperts, check_packed
+from k3jax.runtime.program import ArraySpec, Launch, Operand, Program, Result
+from k3jax.runtime.target import Target
+
+ARCH = "sm_90a"
+"""The one architecture with warpgroup matrix instructions."""
+MAX_OFFSET = 1 << 31
+"""Hidden values and tokens are addressed with 31 bits."""
+
+
+def refusal(config: MoEConfig, num_tokens: int, tp: int, target: Target) -> str | None:
+    """Why the kernels cannot run this, or None if they can."""
+    inner, latent = config.expert_intermediate_size // tp, config.latent_size
+    slice_size = GROUP_CHUNKS * CHUNK
+    if target.arch is None:
+        return f"there are no kernels for {target.kind}"
+    if target.arch != ARCH:
+        return f"{target.kind} is {target.arch} and has no warpgroup matrix instructions (wgmma)"
+    if latent % slice_size or latent > 8192:
+        return f"latent_size={latent} is not a multiple of {slice_size} up to 8192"
+    if inner % CHUNK:
+        return f"expert_intermediate_size / tp = {inner} is not a multiple of {CHUNK}"
+    if config.num_experts > 1024:
+        return f"num_experts={config.num_experts} is more than the 1024 that routes are sorted by"
+    most = (MAX_OFFSET - 1) // (2 * max(latent, config.experts_per_token * inner))
+    if num_tokens > most:
+        return f"{num_tokens} tokens are more than the {most} that it addresses"
+    return None
+
+
+def grouped_program(
+    config: MoEConfig,
+    num_tokens: int,
+    tp: int,
+    target: Target,
+    weighted: bool = True,
+    widths: tuple[int, ...] | None = None,
+) -> Program:
+    """The custom call for `num_tokens` tokens on one rank.
+
+    Operands: z bfloat16 [T, L], ids int32 [T, K], weights float32 [T, K], gate_up and down in
+    kernel order. Result: the weighted sum bfloat16 [T, L], or the unweighted rows [T, K, L] with
+    zeros where an id is -1.
+
+    Args:
+        config: the layer.
+        num_tokens: T, at least 1.
+        tp: ranks that share each expert.
+        target: the device.
+        weighted: the sum, or the rows.
+        widths: numbers of routes that units are computed for, or None for those meant for K3.
+
+    Raises:
+        NotImplementedError: what `refusal` says.
+    """
+    reason = refusal(config, num_tokens, tp, target)
+    if reason is not None:
+        raise NotImplementedError(f"experts='grouped': {reason}; use experts='xla'")
+    return _program(config, num_tokens, tp, target, weighted, widths)
+
+
+def routed_experts(
+    z: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    packed: PackedExperts,
+    *,
+    config: MoEConfig,
+    tp: int,
+    target: Target,
+    weighted: bool = True,
+) -> jax.Array:
+    """Runs `grouped_program`; zero tokens need no call.
+
+    Raises:
+        TypeError, ValueError: `packed` is not this config's weights in this version's order.
+        NotImplementedError: what `refusal` says.
+    """
+    from k3jax.runtime.ffi import call_program
+
+    check_packed(
+        packed, config.num_experts, config.latent_size, config.expert_intermediate_size // tp
+    )
+    program = grouped_program(config, max(z.shape[0], 1), tp, target, weighted)
+    if z.shape[0] == 0:
+        spec = program.results[0]
+        return jax.numpy.zeros((0, *spec.shape[1:]), spec.dtype)
+    (out,) = call_program(program, z, ids, weights, packed.gate_up, packed.down, target=target)
+    return out
+
+
+def _program(config, num_tokens, tp, target, weighted, widths) -> Program:
+    # Kernel modules import the CuTe DSL, which only whoever builds a program needs.
+    from k3jax.ops.experts.kernel_combine import CombineKernel
+    from k3jax.ops.experts.kernel_grouped import RECORD_BYTES, header_bytes
+    from k3jax.ops.experts.kernel_grouped_prepare import PrepareGroupedKernel
+
+    E, K, L = config.num_experts, config.experts_per_token, config.latent_size
+    inner = config.expert_intermediate_size // tp
+    routes = num_tokens * K
+    gate_up, down = (_product(config, tp, target, widths, is_down) for is_down in (False, True))
+    prepare = PrepareGroupedKernel(E, L, K, gate_up.widths, clears=not weighted)
+    max_units = min(routes, E + routes // gate_up.widths[-1])
+
+    bfloat16, byte = np.dtype(jax.numpy.bfloat16), np.dtype(np.uint8)
+    int32 = np.dtype(np.int32)
+    rows = ArraySpec((num_tokens, K, L), bfloat16)
+    tokens = ArraySpec((num_tokens, L), bfloat16)
+    table_bytes = header_bytes(gate_up.widths) + max_units * RECORD_BYTES
+    results = (
+        tokens if weighted else rows,
+        tokens,
+        ArraySpec((routes,), int32),
+        ArraySpec((table_bytes // 4,), int32),
+        ArraySpec((routes, inner), bfloat16),
+        *([rows] if weighted else []),
+    )
+    operands = (
+        tokens,
+        ArraySpec((num_tokens, K), int32),
+        ArraySpec((num_tokens, K), np.dtype(np.float32)),
+        ArraySpec((E, gate_up.num_tiles, gate_up.tile_bytes), byte),
+        ArraySpec((E, down.num_tiles, down.tile_bytes), byte),
+    )
+    z, ids, weights, gate_up_bytes, down_bytes = map(Operand, range(5))
+    permuted, order, units, hidden = map(Result, range(1, 5))
+    target_rows = Result(5 if weighted else 0)
+    launches = [
+        Launch(
+            prepare,
+            prepare.grid(num_tokens),
+            (z, ids, permuted, order, units, target_rows, num_tokens),
+        ),
+        Launch(
+            gate_up,
+            gate_up.grid,
+            (permuted, gate_up_bytes, order, units, hidden),
+            overlaps_previous=True,
+        ),
+        Launch(
+            down,
+            down.grid,
+            (hidden, down_bytes, order, units, target_rows),
+            overlaps_previous=True,
+        ),
+    ]
+    if weighted:
+        combine = CombineKernel(E, L, K)
+        arguments = (target_rows, ids, weights, Result(0))
+        launches.append(Launch(combine, (num_tokens, 1, 1), arguments, overlaps_previous=True))
+    return Program(
+        f"experts_grouped_{num_tokens}",
+        tuple(launches),
+        operands,
+        results,
+        num_scratch=len(results) - 1,
+    )
+
+
+def _product(config: MoEConfig, tp: int, target: Target, widths, down: bool):
+    """One of the two products, with as deep a ring of tokens as shared memory allows."""
+    from k3jax.ops.experts.kernel_grouped import LAG, WIDTHS, GroupedKernel
+
+    inner, latent = config.expert_intermediate_size // tp, config.latent_size
+    kernel = GroupedKernel(
+        down=down,
+        num_tiles=latent // 16 if down else inner // 8,
+        depth=inner if down else latent,
+        top_k=config.experts_per_token,
+        num_blocks=target.num_sms,
+        widths=widths or WIDTHS,
+        weight_stages=3,
+        column_stages=LAG + 1,
+        beta=config.situ_beta,
+        linear_beta=config.situ_linear_beta,
+    )
+    spare = target.shared_bytes - kernel.shared_bytes
+    if spare < 0:
+        raise NotImplementedError(
+            f"experts='grouped': {kernel.shared_bytes} bytes of shared memory are wanted, "
+            f"{target.kind} has {target.shared_bytes}; use experts='xla'"
+        )
+    more = spare // (kernel.column_slot_bytes + 16)
+    return dataclasses.replace(kernel, column_stages=kernel.column_stages + more)

@@ -1,0 +1,564 @@
+"""Routed experts of many tokens on Hopper: one grouped matrix product, for gate/up and for down.
+
+Weights are operand A of `wgmma`, from registers: a warp dequantises 16 rows exactly as the decode
+kernel does, so one copy of the packed weights serves both. Tokens are operand B, from shared
+memory, their K permuted beforehand as the packing permutes that of the weights. A weight is
+dequantised once for all tokens of a unit: at most `widths[-1]` routes of one expert.
+
+Work. An item is 24 row tiles (384 rows) of one unit over all of K; block b takes items b, b + grid,
+and so on, widest units first. Items of a unit are neighbours, so that its tokens, and the weights
+of an expert with several units, are read from memory once and from L2 after. Sums of a route depend
+on nothing but its token and expert: a column of the matrix instruction knows nothing of the others.
+
+Roles. Three warpgroups of compute warps own 8 row tiles each, as two blocks of 64 rows. One warp
+copies weights into a ring whose stages are 256 of K for all 24 tiles; three more gather the rows of
+the unit's tokens into a ring whose stages are 64 of K. All run ahead as far as their ring reaches,
+over the borders of items. They hand most of their registers to the compute warps.
+
+A compute warp alternates between its two blocks: while the matrix unit works on one, the warp
+dequantises the other's next 64 of K, after the instructions that read the same registers before are
+waited for. A stage of tokens is released when the next one's instructions have started and its own
+have ended, a stage of weights when its last instruction has started.
+
+Epilogue. Gate/up: rows g and g + 8 of a tile are gate and up of one neuron, in one thread; SiTU,
+and the hidden values go to global memory in the permuted order that the second product reads. Down:
+rows go to global memory, to the place of their route.
+
+Why it cannot hang. Every role walks the same items in the same order, and a ring's writer waits
+only for stages that its readers release without waiting for a later one. The gathering warps
+announce a stage once `LAG` later ones are on their way: fewer than the ring has. Blocks do not wait
+for each other, only for the end of the launch before.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32, cute
+
+from k3jax.ops.experts import kernel_ptx as ptx
+from k3jax.ops.experts import kernel_wgmma as wgmma
+from k3jax.ops.experts.kernel_decode import _ONES, _load_scales, _scale, _scale_pair
+from k3jax.ops.experts.packing import CHUNK, CHUNK_BYTES, GROUP_CHUNKS, ROW_TILE, chunk_groups
+from k3jax.runtime.program import Kernel
+
+WIDTHS = (8, 16, 24, 32, 40, 48, 64, 80, 96)
+"""Columns that a unit is computed with; a unit takes the least that holds its routes."""
+WARPGROUPS = 3
+BLOCKS = 2
+"""Blocks of 64 rows of a warpgroup."""
+PART_TILES = WARPGROUPS * BLOCKS * 4
+"""Row tiles of an item."""
+LAG = 3
+"""Stages of tokens that are on their way when an earlier one is announced."""
+RECORD_BYTES = 16
+"""A unit in the table: expert, first place among the sorted routes, routes, nothing."""
+
+COMPUTE_REGISTERS = 160
+SERVICE_REGISTERS = 32
+"""Of a thread, once the service warps have given theirs away: 3 * 160 + 32 = 4 * 128."""
+_ELEMENTS = ROW_TILE * CHUNK // 2
+_COMPUTE_WARPS = 4 * WARPGROUPS
+_GATHER_WARPS = 3
+_FIRST_GATHERER = 32 * (_COMPUTE_WARPS + 1)
+_GATHER_ROWS = 32 * _GATHER_WARPS // wgmma.PIECES
+"""Rows that the gathering warps copy a piece of at once."""
+_TILES_A_WARPGROUP = BLOCKS * 4
+
+
+def header_bytes(widths: tuple[int, ...]) -> int:
+    """Before the units, which come by descending width: how many have one of the widest 1, 2 ..."""
+    return -(-len(widths) // 4) * 16
+
+
+@dataclass(frozen=True)
+class GroupedKernel(Kernel):
+    """out[place] = unit's rows times one of the expert's matrices, both products of the experts.
+
+    Attributes:
+        down: the second product: rows are hidden values in sorted order, `out` is [routes, L] by
+            route. Otherwise the first, with SiTU: rows are tokens, `out` is hidden values.
+        num_tiles: row tiles of an expert's matrix, a multiple of 8.
+        depth: K, a multiple of 64.
+        top_k: slots a token.
+        num_blocks: grid; blocks take items in turn.
+        widths: columns that units are computed with, ascending multiples of 8, at most 256.
+        weight_stages: stages of the ring of weights.
+        column_stages: stages of the ring of tokens, more than `LAG`.
+        beta: soft cap of the gate.
+        linear_beta: soft cap of the linear branch, or None.
+    """
+
+    down: bool
+    num_tiles: int
+    depth: int
+    top_k: int
+    num_blocks: int
+    widths: tuple[int, ...]
+    weight_stages: int
+    column_stages: int
+    beta: float
+    linear_beta: float | None
+
+    parameters = (
+        ("rows", "address"),
+        ("weights", "address"),
+        ("order", "address"),
+        ("units", "address"),
+        ("out", "address"),
+    )
+    architectures = ("sm_90a",)
+    threads = 32 * (_COMPUTE_WARPS + 1 + _GATHER_WARPS)
+    min_blocks = 1
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Blocks of a launch."""
+        return self.num_blocks, 1, 1
+
+    @property
+    def parts(self) -> int:
+        """Items of a unit."""
+        return -(-self.num_tiles // PART_TILES)
+
+    @property
+    def chunks(self) -> int:
+        """Stages of tokens of an item."""
+        return self.depth // CHUNK
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Chunks of each stage of weights of an item."""
+        return chunk_groups(self.chunks)
+
+    @property
+    def tile_bytes(self) -> int:
+        """A row tile of the packed weights."""
+        return self.chunks * CHUNK_BYTES
+
+    @property
+    def column_slot_bytes(self) -> int:
+        """A stage of tokens."""
+        return self.widths[-1] * wgmma.ROW_BYTES
+
+    @property
+    def weight_slot_bytes(self) -> int:
+        """A stage of weights."""
+        return PART_TILES * self.groups[0] * CHUNK_BYTES
+
+    @property
+    def weights_offset(self) -> int:
+        """Shared memory of the ring of weights, after that of tokens."""
+        return self.column_stages * self.column_slot_bytes
+
+    @property
+    def barriers_offset(self) -> int:
+        """Shared memory of the barriers, after the rings."""
+        return self.weights_offset + self.weight_stages * self.weight_slot_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Everything."""
+        return self.barriers_offset + 16 * (self.column_stages + self.weight_stages)
+
+    @cute.kernel
+    def device(self, rows: Int64, weights: Int64, order: Int64, units: Int64, out: Int64):
+        """One block of the schedule above."""
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        shared = Uint32(cute.arch.get_dyn_smem(Uint32, alignment=1024).toint())
+        cute.arch.griddepcontrol_launch_dependents()
+        if thread == 0:
+            self.init_barriers(shared)
+        self.clear_columns(shared)
+        cute.arch.sync_threads()
+        cute.arch.griddepcontrol_wait()
+        if warp < _COMPUTE_WARPS:
+            cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
+            self.compute(shared, order, units, out, warp)
+        else:
+            cute.arch.setmaxregister_decrease(SERVICE_REGISTERS)
+            num_items = self.end_of_class(units, len(self.widths) - 1)
+            if warp == _COMPUTE_WARPS:
+                self.copy_weights(shared, weights, units, num_items)
+            else:
+                self.gather(shared, rows, order, units, num_items)
+
+    @cute.jit
+    def init_barriers(self, shared: Uint32):
+        """Stages full and empty."""
+        for slot in cutlass.range_constexpr(self.column_stages):
+            ptx.barrier_init(self.columns_full(shared, slot), 32 * _GATHER_WARPS)
+            ptx.barrier_init(self.columns_empty(shared, slot), _COMPUTE_WARPS)
+        for slot in cutlass.range_constexpr(self.weight_stages):
+            ptx.barrier_init(self.weights_full(shared, slot), 1)
+            ptx.barrier_init(self.weights_empty(shared, slot), _COMPUTE_WARPS)
+        cute.arch.mbarrier_init_fence()
+
+    @cute.jit
+    def clear_columns(self, shared: Uint32):
+        """Zeros in the ring of tokens: columns past a unit's routes are multiplied and dropped."""
+        thread, _, _ = cute.arch.thread_idx()
+        for offset in cutlass.range(thread * 16, self.weights_offset, self.threads * 16):
+            wgmma.clear_piece(shared + Uint32(offset))
+        wgmma.show_to_matrix_unit()
+
+    def columns_full(self, shared, slot):
+        """Barrier: the stage's tokens have landed."""
+        return shared + Uint32(self.barriers_offset + slot * 16)
+
+    def columns_empty(self, shared, slot):
+        """Barrier: the matrix unit has read the stage's tokens."""
+        return self.columns_full(shared, slot) + Uint32(8)
+
+    def weights_full(self, shared, slot):
+        """Barrier: the stage's weights have landed."""
+        return shared + Uint32(self.barriers_offset + (self.column_stages + slot) * 16)
+
+    def weights_empty(self, shared, slot):
+        """Barrier: every compute warp has read the stage's weights."""
+        return self.weights_full(shared, slot) + Uint32(8)
+
+    def record(self, units, item):
+        """Expert, first place and routes of an item's unit."""
+        address = units + header_bytes(self.widths) + Int64(item // self.parts) * RECORD_BYTES
+        expert, first, count, _ = ptx.load_global_4(address)
+        return Int32(expert), Int32(first), Int32(count)
+
+    def part_tiles(self, item):
+        """First row tile of an item, and how many it has."""
+        first = item % self.parts * PART_TILES
+        return first, cutlass.min(PART_TILES, self.num_tiles - first)
+
+    @cute.jit
+    def copy_weights(self, shared: Uint32, weights: Int64, units: Int64, num_items: Int32):
+        """The copying warp: lane n copies row tile n of the item."""
+        block, _, _ = cute.arch.block_idx()
+        lane = cute.arch.lane_idx()
+        policy = ptx.evict_first_policy()
+        stage = Int32(0)
+        for item in cutlass.range(block, num_items, self.num_blocks):
+            expert, _, _ = self.record(units, item)
+            first, tiles = self.part_tiles(item)
+            tile = Int64(expert) * self.num_tiles + first + lane
+            source = weights + tile * self.tile_bytes
+            whole = self.chunks // GROUP_CHUNKS
+            for _ in cutlass.range(whole):
+                self.copy_group(shared, source, tiles, stage, GROUP_CHUNKS, policy)
+                source += GROUP_CHUNKS * CHUNK_BYTES
+                stage += 1
+            for size in self.groups[whole:]:
+                self.copy_group(shared, source, tiles, stage, size, policy)
+                source += size * CHUNK_BYTES
+                stage += 1
+
+    @cute.jit
+    def copy_group(self, shared, source, tiles, stage, size: cutlass.Constexpr, policy):
+        """Starts the copies of a stage once it has been released."""
+        lane = cute.arch.lane_idx()
+        slot, turn = stage % self.weight_stages, stage // self.weight_stages
+        ptx.barrier_wait(self.weights_empty(shared, slot), Uint32(turn & 1) ^ Uint32(1))
+        full = self.weights_full(shared, slot)
+        num_bytes = size * CHUNK_BYTES
+        if lane == 0:
+            ptx.barrier_expect(full, tiles * num_bytes)
+        cute.arch.sync_warp()
+        if lane < tiles:
+            offset = self.weights_offset + slot * self.weight_slot_bytes + lane * num_bytes
+            ptx.bulk_copy(shared + Uint32(offset), source, Int32(num_bytes), full, policy)
+
+    @cute.jit
+    def gather(self, shared: Uint32, rows: Int64, order: Int64, units: Int64, num_items: Int32):
+        """The gathering warps: a thread copies one piece of every 12th row of the unit."""
+        block, _, _ = cute.arch.block_idx()
+        first_row, piece = self.gather_place()
+        steps = -(-self.widths[-1] // _GATHER_ROWS)
+        offsets = cute.make_rmem_tensor((steps,), Int32)
+        stage = Int32(0)
+        for item in cutlass.range(block, num_items, self.num_blocks):
+            _, first, count = self.record(units, item)
+            for step in cutlass.range_constexpr(steps):
+                row = first_row + step * _GATHER_ROWS
+                offsets[step] = self.row_offset(order, first, row, count)
+            for chunk in cutlass.range(self.chunks):
+                slot, turn = stage % self.column_stages, stage // self.column_stages
+                ptx.barrier_wait(self.columns_empty(shared, slot), Uint32(turn & 1) ^ Uint32(1))
+                source = rows + Int64(chunk * wgmma.ROW_BYTES + piece * 16)
+                self.gather_chunk(shared + Uint32(slot * self.column_slot_bytes), source, offsets)
+                if stage >= LAG:
+                    wgmma.wait_copies(LAG)
+                    self.announce(shared, stage - LAG)
+                stage += 1
+        for left in cutlass.range_constexpr(LAG):
+            wgmma.wait_copies(LAG - 1 - left)
+            if stage >= LAG - left:
+                self.announce(shared, stage - (LAG - left))
+
+    def gather_place(self):
+        """First row and piece of a gathering thread."""
+        thread, _, _ = cute.arch.thread_idx()
+        index = thread - _FIRST_GATHERER
+        return index // wgmma.PIECES, index % wgmma.PIECES
+
+    @cute.jit
+    def row_offset(self, order, first, row, count) -> Int32:
+        """Where the row of a unit's column begins, in bytes; -1 where there is none."""
+        offset = Int32(-1)
+        if row < count:
+            place = first + row
+            if cutlass.const_expr(not self.down):
+                place = ptx.load_global(order + Int64(place) * 4) // self.top_k
+            offset = place * (2 * self.depth)
+        return offset
+
+    @cute.jit
+    def gather_chunk(self, tile: Uint32, source: Int64, offsets: cute.Tensor):
+        """Starts the copies of a stage, as one group."""
+        first_row, piece = self.gather_place()
+        for step in cutlass.range_constexpr(offsets.shape[0]):
+            if offsets[step] >= 0:
+                place = wgmma.swizzled_piece(first_row + step * _GATHER_ROWS, piece)
+                wgmma.copy_piece(tile + Uint32(place), source + Int64(offsets[step]))
+        wgmma.commit_copies()
+
+    def announce(self, shared, stage):
+        """Says that a thread's part of a stage has landed."""
+        wgmma.show_to_matrix_unit()
+        ptx.barrier_arrive(self.columns_full(shared, stage % self.column_stages))
+
+    @cute.jit
+    def compute(self, shared, order, units, out, warp):
+        """A compute warp; its tiles of an item are the part's 8 w + i and 8 w + 4 + i.
+
+        w is its warpgroup and i its place there. Units come by descending width, and each width has
+        a loop of its own: the compiler keeps matrix instructions of several widths in flight only
+        if no loop holds two of them.
+        """
+        block, _, _ = cute.arch.block_idx()
+        tile = warp // 4 * _TILES_A_WARPGROUP + warp % 4
+        ring = cute.make_rmem_tensor((4,), Int32)
+        for index in cutlass.range_constexpr(4):
+            ring[index] = Int32(0)
+        item = block
+        for index in cutlass.range_constexpr(len(self.widths)):
+            end = self.end_of_class(units, index)
+            while item < end:
+                _, tiles = self.part_tiles(item)
+                if tile < tiles:
+                    width = self.widths[-1 - index]
+                    self.compute_item(shared, ring, tile, width, (order, units, out, item))
+                else:
+                    self.skip_item(shared, ring)
+                item += self.num_blocks
+
+    def end_of_class(self, units, index):
+        """Items of the units of the widest `index` + 1 widths."""
+        return ptx.load_global(units + 4 * index) * self.parts
+
+    @cute.jit
+    def skip_item(self, shared, ring):
+        """A warp without tiles releases every stage of the item, each when it has landed."""
+        for _ in cutlass.range(self.chunks, unroll=1):
+            ptx.barrier_wait(self.columns_full(shared, ring[2]), Uint32(ring[3]))
+            self.release(self.columns_empty(shared, ring[2]))
+            _advance(ring, 2, self.column_stages)
+        for _ in cutlass.range(len(self.groups), unroll=1):
+            ptx.barrier_wait(self.weights_full(shared, ring[0]), Uint32(ring[1]))
+            self.release(self.weights_empty(shared, ring[0]))
+            _advance(ring, 0, self.weight_stages)
+
+    @cute.jit
+    def release(self, barrier: Uint32):
+        """One arrival for the warp."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            ptx.barrier_arrive(barrier)
+
+    @cute.jit
+    def compute_item(self, shared, ring, tile, width: cutlass.Constexpr, memory):
+        """128 rows of the item by this warp's warpgroup, of which the warp holds 32."""
+        sums = [cute.make_rmem_tensor((width // 2,), Float32) for _ in range(BLOCKS)]
+        for block in cutlass.range_constexpr(BLOCKS):
+            for value in cutlass.range_constexpr(width // 2):
+                sums[block][value] = Float32(0.0)
+        whole = self.chunks // GROUP_CHUNKS
+        for group in cutlass.range(whole):
+            self.multiply_group(shared, ring, tile, group, GROUP_CHUNKS, width, sums)
+        for group in cutlass.range_constexpr(whole, len(self.groups)):
+            self.multiply_group(shared, ring, tile, group, self.groups[group], width, sums)
+        wgmma.wait_groups(0)
+        self.release_previous(shared, ring, self.chunks)
+        self.store_item(sums, tile, width, memory)
+
+    @cute.jit
+    def release_previous(self, shared, ring, earlier):
+        """Releases the stage of tokens before the one in turn, if the item has `earlier` ones."""
+        if earlier > 0:
+            slot = ring[2] - 1
+            if slot < 0:
+                slot = Int32(self.column_stages - 1)
+            self.release(self.columns_empty(shared, slot))
+
+    @cute.jit
+    def multiply_group(
+        self,
+        shared,
+        ring,
+        tile,
+        group,
+        size: cutlass.Constexpr,
+        width: cutlass.Constexpr,
+        sums,
+    ):
+        """A stage of weights, each of its chunks times a stage of tokens."""
+        ptx.barrier_wait(self.weights_full(shared, ring[0]), Uint32(ring[1]))
+        lane = cute.arch.lane_idx()
+        start = self.weights_offset + ring[0] * self.weight_slot_bytes + tile * (size * CHUNK_BYTES)
+        starts = [
+            shared + Uint32(start + block * 4 * size * CHUNK_BYTES) for block in range(BLOCKS)
+        ]
+        scales = [
+            _load_scales(start + Uint32(size * _ELEMENTS) + Uint32(lane // 2 * (2 * size)), size)
+            for start in starts
+        ]
+        large = [_some_large(words) for words in scales]
+        for index in cutlass.range_constexpr(size):
+            ptx.barrier_wait(self.columns_full(shared, ring[2]), Uint32(ring[3]))
+            descriptor = wgmma.tile_descriptor(shared + Uint32(ring[2] * self.column_slot_bytes))
+            for block in cutlass.range_constexpr(BLOCKS):
+                words = ptx.load_shared_4(starts[block] + Uint32(index * _ELEMENTS + lane * 16))
+                wgmma.wait_groups(1)
+                if cutlass.const_expr(block == 1):
+                    self.release_previous(shared, ring, group + index)
+                a = cute.make_rmem_tensor((16,), Uint32)
+                _dequantize(words, scales[block], index, large[block], a)
+                done = wgmma.multiply(
+                    [sums[block][i] for i in range(width // 2)],
+                    [a[i] for i in range(16)],
+                    descriptor,
+                )
+                for i in cutlass.range_constexpr(width // 2):
+                    sums[block][i] = done[i]
+            _advance(ring, 2, self.column_stages)
+        self.release(self.weights_empty(shared, ring[0]))
+        _advance(ring, 0, self.weight_stages)
+
+    @cute.jit
+    def store_item(self, sums, tile, width: cutlass.Constexpr, memory):
+        """The warp's tiles of an item, eight columns at a time."""
+        order, units, out, item = memory
+        _, first, count = self.record(units, item)
+        part, _ = self.part_tiles(item)
+        for index in cutlass.range_constexpr(width // 8):
+            if 8 * index < count:
+                for block in cutlass.range_constexpr(BLOCKS):
+                    eight = [sums[block][4 * index + value] for value in range(4)]
+                    place = (part + tile + block * 4, 8 * index, first, count)
+                    if cutlass.const_expr(self.down):
+                        self.store_rows(eight, order, out, *place)
+                    else:
+                        self.store_hidden(eight, out, *place)
+
+    @cute.jit
+    def store_hidden(self, sums, out, tile, column, first, count):
+        """SiTU of a tile's 8 neurons, stored in the order of K that the second product reads.
+
+        Neighbouring rows g, g + 1 swap halves, so that each lane stores two neurons of one column.
+        """
+        lane = wgmma.lane_here()
+        g, t = lane // 4, lane % 4
+        gates, ups = ptx.round_pair(sums[0], sums[1]), ptx.round_pair(sums[2], sums[3])
+        low = ptx.situ(ptx.low_float(gates), ptx.low_float(ups), self.beta, self.linear_beta)
+        high = ptx.situ(ptx.high_float(gates), ptx.high_float(ups), self.beta, self.linear_beta)
+        pair = ptx.round_pair(low, high)
+        word = _neighbours(pair, cute.arch.shuffle_sync_bfly(pair, 4), g % 2)
+        column = column + 2 * t + g % 2
+        place = tile // 8 * wgmma.ROW_BYTES + tile % 2 * 64 + tile % 8 // 2 * 4 + g // 2 * 16
+        if column < count:
+            row = out + Int64(first + column) * (2 * self.num_tiles * 8)
+            ptx.store_global(row + Int64(place), word)
+
+    @cute.jit
+    def store_rows(self, sums, order, out, tile, column, first, count):
+        """Rounds a tile's 16 rows and stores them to the rows of the routes."""
+        lane = wgmma.lane_here()
+        for side in cutlass.range_constexpr(2):
+            mine = column + lane % 4 * 2 + side
+            if mine < count:
+                route = ptx.load_global(order + Int64(first + mine) * 4)
+                row = out + Int64(route) * (2 * self.num_tiles * ROW_TILE)
+                place = Int64(tile * (2 * ROW_TILE) + lane // 4 * 4)
+                ptx.store_global(row + place, ptx.round_pair(sums[side], sums[side + 2]))
+
+
+@cute.jit
+def _advance(ring: cute.Tensor, at: cutlass.Constexpr, stages: cutlass.Constexpr):
+    """The next stage of a ring, and the parity of its phase."""
+    ring[at] = ring[at] + 1
+    if ring[at] == stages:
+        ring[at] = Int32(0)
+        ring[at + 1] = ring[at + 1] ^ 1
+
+
+def _some_large(scales):
+    """Whether a scale byte of the warp is 128 or more."""
+    every = scales[0]
+    for word in scales[1:]:
+        every = every | word
+    return cute.arch.vote_any_sync((every & Uint32(0x80808080)) != Uint32(0))
+
+
+@cute.jit
+def _dequantize(words, scales, chunk: cutlass.Constexpr, large, a: cute.Tensor):
+    """A lane's 64 of K of its two rows, as operand A of four matrix instructions.
+
+    2^126 times a scale whose byte is 128 or more is past bfloat16 and takes a second multiply.
+    """
+    if large:
+        factors = [_scale(_scale_pair(scales, 2 * chunk + pair)) for pair in range(2)]
+        values = _values(words, [Uint32(_ONES)] * 2)
+        for index in cutlass.range_constexpr(16):
+            a[index] = ptx.scale_pair(values[index], factors[index % 2])
+    else:
+        factors = [ptx.power_pair(_scale_pair(scales, 2 * chunk + pair)) for pair in range(2)]
+        values = _values(words, factors)
+        for index in cutlass.range_constexpr(16):
+            a[index] = values[index]
+
+
+def _values(words, factors):
+    """Registers of operand A: row g, row g + 8, alternately."""
+    rows = [
+        [
+            value
+            for word in words[2 * pair : 2 * pair + 2]
+            for value in ptx.dequantize(word, factors[pair])
+        ]
+        for pair in range(2)
+    ]
+    return [row for both in zip(*rows, strict=True) for row in both]
+
+
+@cute.jit
+def _neighbours(pair: Uint32, other: Uint32, odd):
+    """Of two neurons' pairs of columns, the pair of neurons of one column."""
+    word = wgmma.pick_halves(pair, other, 0)
+    if odd == 1:
+        word = wgmma.pick_halves(other, pair, 1)
+    return word
+
+
+REPRESENTATIVES = {
+    f"grouped {'down' if down else 'gate/up'}, TP=8": GroupedKernel(
+        down=down,
+        num_tiles=224 if down else 48,
+        depth=384 if down else 3584,
+        top_k=16,
+        num_blocks=132,
+        widths=WIDTHS,
+        weight_stages=3,
+        column_stages=6,
+        beta=4.0,
+        linear_beta=25.0,
+    )
+    for down in (False, True)
+}

@@ -1,0 +1,234 @@
+"""What the grouped products find ready: routes sorted by expert, their units, permuted tokens.
+
+The first blocks sort the routes (token, slot), 1024 each: by expert, and in their own order within
+an expert. Every such block counts all routes of each expert, and those before its own, so that none
+waits for another; its own are ranked within their warp and by running totals over the warps.
+
+Block 0 also cuts each expert's routes evenly into units of at most `widths[-1]`, and lists them by
+descending width: the least of `widths` that holds them.
+
+The other blocks copy the tokens with each 64 of K in the order of the packed weights: 16-byte piece
+q of the copy holds words q, 8 + q, 16 + q and 24 + q of the 32 that 64 elements are.
+
+No block waits for another, so the kernel cannot hang.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Int32, Int64, Uint32, cute
+
+from k3jax.ops.experts import kernel_ptx as ptx
+from k3jax.ops.experts import kernel_wgmma as wgmma
+from k3jax.ops.experts.kernel_grouped import RECORD_BYTES, WIDTHS, header_bytes
+from k3jax.ops.experts.kernel_prepare import PrepareKernel
+from k3jax.runtime.program import Kernel
+
+_THREADS = 1024
+_PIECES = 4
+"""16-byte pieces that a thread copies."""
+
+
+@dataclass(frozen=True)
+class PrepareGroupedKernel(Kernel):
+    """Fills the sorted routes, the unit table and the permuted tokens.
+
+    Attributes:
+        num_experts: E, at most 1024; ids outside 0 .. E - 1 are dropped.
+        latent: L, a multiple of 64.
+        top_k: slots a token.
+        widths: those of the products.
+        clears: whether to write zeros to the rows of dropped routes.
+    """
+
+    num_experts: int
+    latent: int
+    top_k: int
+    widths: tuple[int, ...]
+    clears: bool
+
+    parameters = (
+        ("z", "address"),
+        ("ids", "address"),
+        ("permuted", "address"),
+        ("order", "address"),
+        ("units", "address"),
+        ("rows", "address"),
+        ("num_tokens", "int32"),
+    )
+    threads = _THREADS
+
+    @property
+    def sorter(self) -> PrepareKernel:
+        """The kernel whose ranking of routes this one shares."""
+        return PrepareKernel(self.num_experts, groups=True)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Counts of each warp and expert, of all routes, of earlier routes; totals of each warp."""
+        return 4 * ((_THREADS // 32 + 2) * self.num_experts + _THREADS // 32)
+
+    def grid(self, num_tokens: int) -> tuple[int, int, int]:
+        """Blocks that sort, then blocks that copy."""
+        pieces = num_tokens * (self.latent // 8)
+        return self.sorting_blocks(num_tokens) + -(-pieces // (_PIECES * _THREADS)), 1, 1
+
+    def sorting_blocks(self, num_tokens):
+        """Blocks that sort."""
+        return (num_tokens * self.top_k + _THREADS - 1) // _THREADS
+
+    @cute.kernel
+    def device(
+        self,
+        z: Int64,
+        ids: Int64,
+        permuted: Int64,
+        order: Int64,
+        units: Int64,
+        rows: Int64,
+        num_tokens: Int32,
+    ):
+        """One block of the schedule above."""
+        cute.arch.griddepcontrol_launch_dependents()
+        block, _, _ = cute.arch.block_idx()
+        sorting = self.sorting_blocks(num_tokens)
+        if block < sorting:
+            self.sort(ids, order, units, block, num_tokens * self.top_k)
+        else:
+            thread, _, _ = cute.arch.thread_idx()
+            first = (block - sorting) * (_PIECES * _THREADS) + thread
+            for step in cutlass.range_constexpr(_PIECES):
+                index = first + step * _THREADS
+                token, piece = index // (self.latent // 8), index % (self.latent // 8)
+                if token < num_tokens:
+                    self.permute(z, permuted, token, piece)
+                    if cutlass.const_expr(self.clears):
+                        self.clear_dropped(ids, rows, token, piece)
+
+    @cute.jit
+    def permute(self, z: Int64, permuted: Int64, token: Int32, piece: Int32):
+        """One piece of a token's copy."""
+        token = Int64(token) * (2 * self.latent)
+        source = z + token + Int64(piece // 8 * wgmma.ROW_BYTES + piece % 8 * 4)
+        words = [ptx.load_global(source + 32 * word) for word in range(4)]
+        wgmma.store_piece(permuted + token + Int64(piece * 16), words)
+
+    @cute.jit
+    def clear_dropped(self, ids: Int64, rows: Int64, token: Int32, piece: Int32):
+        """Zeros in one piece of the rows of the token's dropped routes."""
+        for slot in cutlass.range(self.top_k):
+            route = Int64(token) * self.top_k + slot
+            if Uint32(ptx.load_global(ids + route * 4)) >= Uint32(self.num_experts):
+                target = rows + route * (2 * self.latent) + Int64(piece * 16)
+                ptx.store_global_4(target, Uint32(0))
+
+    @cute.jit
+    def sort(self, ids: Int64, order: Int64, units: Int64, block: Int32, num_routes: Int32):
+        """Places this block's routes; block 0 lists the units."""
+        thread, _, _ = cute.arch.thread_idx()
+        counts = Uint32(cute.arch.get_dyn_smem(Uint32, alignment=128).toint())
+        totals = counts + Uint32(4 * (_THREADS // 32) * self.num_experts)
+        earlier = totals + Uint32(4 * self.num_experts)
+        sums = earlier + Uint32(4 * self.num_experts)
+        for index in cutlass.range(thread, (_THREADS // 32 + 2) * self.num_experts, _THREADS):
+            ptx.store_shared(counts + Uint32(index * 4), Int32(0))
+        cute.arch.sync_threads()
+
+        first = block * _THREADS
+        self.count_routes(ids, totals, earlier, first, num_routes)
+        mine = counts + Uint32(thread // 32 * (4 * self.num_experts))
+        expert, rank = self.sorter.rank(ids, mine, first + thread, num_routes)
+        cute.arch.sync_threads()
+
+        self.sorter.sum_counts(counts)
+        total = Int32(0)
+        if thread < self.num_experts:
+            total = ptx.load_shared(totals + Uint32(thread * 4))
+        base, _ = _scan(total, sums)
+        if thread < self.num_experts:
+            start = earlier + Uint32(thread * 4)
+            ptx.store_shared(start, ptx.load_shared(start) + base)
+        if block == 0:
+            self.list_units(units, sums, total, base)
+        cute.arch.sync_threads()
+
+        if expert < self.num_experts:
+            start = ptx.load_shared(earlier + Uint32(expert * 4))
+            place = start + ptx.load_shared(mine + Uint32(expert * 4)) + rank
+            ptx.store_global(order + Int64(place) * 4, first + thread)
+
+    @cute.jit
+    def count_routes(self, ids, totals, earlier, first, num_routes):
+        """Counts routes of each expert: all, and those before `first`."""
+        thread, _, _ = cute.arch.thread_idx()
+        for route in cutlass.range(thread, num_routes, _THREADS, unroll=8):
+            expert = ptx.load_global(ids + Int64(route) * 4)
+            if Uint32(expert) < Uint32(self.num_experts):
+                wgmma.count_shared(totals + Uint32(expert * 4))
+                if route < first:
+                    wgmma.count_shared(earlier + Uint32(expert * 4))
+
+    @cute.jit
+    def list_units(self, units: Int64, sums: Uint32, total: Int32, base: Int32):
+        """A thread's expert: its `total` routes from `base` on, in even units of whole eights."""
+        thread, _, _ = cute.arch.thread_idx()
+        widest = self.widths[-1]
+        equal = (total + widest - 1) // widest - 1
+        size = ((total + equal) // cutlass.max(equal + 1, 1) + 7) // 8 * 8
+        rest = total - cutlass.max(equal, 0) * size
+        listed = Int32(0)
+        for index in cutlass.range_constexpr(len(self.widths)):
+            width = self.widths[-1 - index]
+            least = (0, *self.widths)[-2 - index]
+            equals = Int32(0)
+            if (equal > 0) & (size > least) & (size <= width):
+                equals = equal
+            last = Int32((rest > least) & (rest <= width))
+            before, of_width = _scan(equals + last, sums)
+            record = units + header_bytes(self.widths) + Int64(listed + before) * RECORD_BYTES
+            for unit in cutlass.range(equals):
+                words = (thread, base + unit * size, size, Int32(0))
+                wgmma.store_piece(record + Int64(unit * RECORD_BYTES), words)
+            if last == 1:
+                words = (thread, base + (total - rest), rest, Int32(0))
+                wgmma.store_piece(record + Int64(equals * RECORD_BYTES), words)
+            listed += of_width
+            if thread == 0:
+                ptx.store_global(units + 4 * index, listed)
+
+
+@cute.jit
+def _scan(value: Int32, sums: Uint32):
+    """Sum of `value` over the block's threads before this one, and over all."""
+    thread, _, _ = cute.arch.thread_idx()
+    warp, lane = thread // 32, thread % 32
+    running = _scan_warp(value)
+    cute.arch.sync_threads()
+    if lane == 31:
+        ptx.store_shared(sums + Uint32(warp * 4), running)
+    cute.arch.sync_threads()
+    of_warps = _scan_warp(ptx.load_shared(sums + Uint32(lane * 4)))
+    before = cute.arch.shuffle_sync(of_warps, (warp + 31) % 32)
+    total = cute.arch.shuffle_sync(of_warps, 31)
+    if warp == 0:
+        before = Int32(0)
+    return before + running - value, total
+
+
+@cute.jit
+def _scan_warp(value: Int32) -> Int32:
+    """Sum of `value` over the lanes up to this one."""
+    lane = cute.arch.lane_idx()
+    for step in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(value, 1 << step, mask_and_clamp=0)
+        if lane >= 1 << step:
+            value += below
+    return value
+
+
+REPRESENTATIVES = {
+    f"grouped, prepare for the {result}": PrepareGroupedKernel(
+        num_experts=896, latent=3584, top_k=16, widths=WIDTHS, clears=clears
+    )
+    for result, clears in (("sum", False), ("rows", True))
+}

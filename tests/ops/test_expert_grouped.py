@@ -1,0 +1,246 @@
+"""The grouped kernels of the routed experts, in the emulator, against the float64 oracle."""
+
+import dataclasses
+import math
+import re
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from k3jax.cli import main
+from k3jax.config import MoEConfig
+from k3jax.ops import kernels
+from k3jax.ops.experts import grouped
+from k3jax.ops.experts.packing import pack_experts
+from k3jax.runtime.compile import compile_kernel
+from k3jax.runtime.sass import inspect_cubin
+from k3jax.runtime.target import Target
+from tests import oracle
+from tests.emulator import run_program
+from tests.ops.test_expert_kernels import SMALL, Case, choose, target, with_scale
+from tests.ops.test_expert_kernels import case as decode_case
+from tests.support import ONE_OP, bits
+
+K3 = MoEConfig.kimi_k3()
+H200 = Target.named("h200")
+WIDTHS = (8, 24)
+"""Few, so that the kernels compile in seconds."""
+
+
+class GroupedCase(Case):
+    """Operands of one run of the grouped kernels."""
+
+    def run(self, num_sms=3, weighted=True, **options):
+        program = grouped.grouped_program(
+            self.config, len(self.z), 1, target(num_sms), weighted=weighted, widths=WIDTHS
+        )
+        packed = pack_experts(self.params)
+        arrays = [np.asarray(x) for x in (packed.gate_up, packed.down)]
+        operands = [self.z, self.ids, self.weights, *arrays]
+        emulation = run_program(program, operands, num_sms=num_sms, **options)
+        assert emulation.written[0].all()
+        return emulation.results[0]
+
+
+def case(num_tokens, ids=None, config=SMALL, scales=(118, 125)):
+    one = decode_case(num_tokens, ids, config, scales)
+    return GroupedCase(**{f.name: getattr(one, f.name) for f in dataclasses.fields(one)})
+
+
+# Numbers.
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 20])
+def test_token_counts(num_tokens):
+    case(num_tokens).check()
+
+
+@pytest.mark.parametrize("num_sms", [1, 40])
+def test_any_number_of_multiprocessors(num_sms):
+    case(3).check(num_sms=num_sms)
+
+
+@pytest.mark.parametrize("inner", [192, 256])
+def test_inner_sizes(inner):
+    """A stage of two chunks and one of one; a whole group, and a part with a warpgroup idle."""
+    case(9, config=dataclasses.replace(SMALL, expert_intermediate_size=inner)).check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", [320, 448, 512])
+def test_larger_inner_sizes(inner):
+    case(9, config=dataclasses.replace(SMALL, expert_intermediate_size=inner)).check()
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_routes_of_every_pattern(weighted):
+    """Two tokens with the same experts, dropped slots, a token with none."""
+    ids = choose(11)
+    ids[:2] = [0, 1, 2, 3]
+    ids[-1] = -1
+    ids[0, 2] = ids[1, 0] = -1
+    got = case(11, ids).check(weighted)
+    assert not got[-1].astype(np.float32).any()
+
+
+@pytest.mark.parametrize("num_tokens", [24, 25, 49])
+def test_experts_with_one_unit_two_and_three(num_tokens):
+    case(num_tokens, np.tile(np.arange(4, dtype=np.int32), (num_tokens, 1))).check(weighted=False)
+
+
+def test_every_route_dropped():
+    assert not case(3, np.full((3, 4), -1, np.int32)).run().astype(np.float32).any()
+
+
+def test_without_cap_of_the_linear_branch():
+    one = case(2, config=dataclasses.replace(SMALL, situ_linear_beta=None))
+    want = oracle.experts(
+        one.z.astype(np.float64), one.ids, one.weights, one.bank, linear_beta=None
+    )
+    assert oracle.relative_error(one.run(), want) < ONE_OP
+
+
+@pytest.mark.parametrize(("scales", "power"), [((0, 8), 112), ((124, 132), 0), ((244, 253), -118)])
+def test_scales_of_every_size(scales, power):
+    """Scales down to subnormal weights and up to the largest, with z that brings sums back to 1."""
+    one = case(3, scales=scales)
+    factor = np.float32(2.0**power)
+    one.z = (one.z.astype(np.float32) * factor / 16).astype(ml_dtypes.bfloat16)
+    down = np.random.default_rng().integers(118, 125, one.params.w2.scale.shape, np.uint8)
+    one.params = dataclasses.replace(
+        one.params, w2=dataclasses.replace(one.params.w2, scale=jnp.asarray(down))
+    )
+    one.check(weighted=False)
+
+
+def test_nan_of_an_expert_reaches_only_its_routes():
+    one = case(3)
+    one.ids[:] = [[0, 1, 2, 3], [4, 1, 2, 3], [0, 1, 2, 6]]
+    clean = one.run(weighted=False).astype(np.float32)
+    one.params = with_scale(with_scale(one.params, 4, 255), 7, 255)
+    got = one.run(weighted=False).astype(np.float32)
+    assert np.isnan(got[1, 0]).all()
+    clean[1, 0] = got[1, 0] = 0
+    np.testing.assert_array_equal(got, clean)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_nan_of_a_token_stays_in_its_output(poison):
+    one = case(10, np.tile(np.int32([0, 1, 2, 3]), (10, 1)))
+    clean = one.run()
+    one.z[2, 5] = poison
+    got = one.run()
+    assert np.isnan(got[2].astype(np.float32)).any()
+    np.testing.assert_array_equal(bits(np.delete(got, 2, 0)), bits(np.delete(clean, 2, 0)))
+
+
+def test_a_token_does_not_depend_on_the_others():
+    """Units of 20 routes and of one, computed with other widths."""
+    one = case(20, np.tile(np.int32([0, 1, 2, 3]), (20, 1)))
+    together = one.run()
+    for t in (0, 19):
+        alone = dataclasses.replace(
+            one, z=one.z[t : t + 1], ids=one.ids[t : t + 1], weights=one.weights[t : t + 1]
+        )
+        np.testing.assert_array_equal(bits(alone.run()[0]), bits(together[t]))
+
+
+# The first launch.
+
+
+def units_of(experts, num_experts, widths):
+    """(expert, first, count) of each unit, by descending width; how many of each width on."""
+    listed = {width: [] for width in reversed(widths)}
+    first = 0
+    for expert in range(num_experts):
+        total = int((experts == expert).sum())
+        pieces = math.ceil(total / widths[-1])
+        size = 8 * math.ceil(math.ceil(total / max(pieces, 1)) / 8)
+        for unit in range(pieces):
+            count = min(size, total - unit * size)
+            width = min(w for w in widths if w >= count)
+            listed[width].append((expert, first + unit * size, count))
+        first += total
+    ends = np.cumsum([len(units) for units in listed.values()])
+    return [unit for units in listed.values() for unit in units], ends
+
+
+@pytest.mark.parametrize("skew", [1, 4])
+@pytest.mark.parametrize("num_tokens", [1, 256, 300, 515])
+def test_routes_are_sorted_and_cut(num_tokens, skew):
+    """One block, a whole one, several; routes of all experts, and most of them of few."""
+    rng = np.random.default_rng()
+    widths = (8, 16, 24, 32, 40, 48, 64, 80, 96)
+    config = dataclasses.replace(SMALL, num_experts=40)
+    ids = (40 * rng.random((num_tokens, 4)) ** skew).astype(np.int32)
+    ids[rng.random(ids.shape) < 0.1] = -1
+    z = rng.standard_normal((num_tokens, 512)).astype(ml_dtypes.bfloat16)
+    program = grouped.grouped_program(config, num_tokens, 1, H200)
+    program = dataclasses.replace(program, launches=program.launches[:1])
+    operands = [z, ids, np.zeros(ids.shape, np.float32)]
+    operands += [np.zeros(spec.shape, spec.dtype) for spec in program.operands[3:]]
+    _, permuted, order, units, *_ = run_program(program, operands).results
+
+    routes = ids.reshape(-1)
+    valid = np.flatnonzero(routes >= 0)
+    want = valid[np.argsort(routes[valid], kind="stable")]
+    np.testing.assert_array_equal(order[: len(want)], want)
+    want, ends = units_of(routes, 40, widths)
+    np.testing.assert_array_equal(units[: len(widths)], ends)
+    np.testing.assert_array_equal(units[12:].reshape(-1, 4)[: len(want), :3], want)
+    # Chunk, lane of four, step, half, pair of elements -> step, half, lane, pair.
+    want = z.reshape(num_tokens, 8, 4, 4, 2, 2).transpose(0, 1, 3, 4, 2, 5)
+    np.testing.assert_array_equal(bits(permuted), bits(want.reshape(num_tokens, -1)))
+
+
+# What is supported, and how it is compiled.
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("num_tokens", [1, 129, 8192])
+def test_k3_is_served(num_tokens, tp):
+    program = grouped.grouped_program(K3, num_tokens, tp, H200)
+    assert program.results[0].shape == (num_tokens, 3584)
+    for launch in program.launches[1:3]:
+        assert launch.kernel.shared_bytes <= H200.shared_bytes
+        assert launch.kernel.column_stages > 4
+
+
+@pytest.mark.slow
+def test_k3_keeps_matrix_instructions_in_flight():
+    """No spills, and one wait for several instructions: the compiler serialises them otherwise."""
+    for launch in grouped.grouped_program(K3, 2048, 8, H200).launches[1:3]:
+        (report,) = inspect_cubin(compile_kernel(launch.kernel, "sm_90a").cubin)
+        assert not report.spills
+        assert report.census["HGMMA"] > report.census["WARPGROUP"]
+
+
+@pytest.mark.parametrize(
+    ("change", "tokens", "kind", "reason"),
+    [
+        ({}, 512, "cpu", "no kernels for cpu"),
+        ({}, 512, "b200", "b200 is sm_100a and has no warpgroup matrix instructions"),
+        ({}, 174763, "h200", "174763 tokens are more than the 174762"),
+        ({"latent_size": 3712}, 512, "h200", "latent_size=3712"),
+        ({"latent_size": 8448}, 512, "h200", "latent_size=8448"),
+        ({"expert_intermediate_size": 96 * 8}, 512, "h200", "/ tp = 96"),
+        ({"num_experts": 1025}, 512, "h200", "num_experts=1025"),
+    ],
+)
+def test_refusals_say_why(change, tokens, kind, reason):
+    config = dataclasses.replace(K3, **change)
+    with pytest.raises(NotImplementedError, match=re.escape(reason)):
+        grouped.grouped_program(config, tokens, 8, Target.named(kind))
+
+
+def test_other_architectures_are_refused_and_not_listed(monkeypatch, capsys):
+    kernel = grouped.grouped_program(SMALL, 1, 1, H200, widths=(8,)).launches[1].kernel
+    with pytest.raises(NotImplementedError, match=r"GroupedKernel needs instructions of.*sm_90a"):
+        compile_kernel(kernel, "sm_100a")
+    monkeypatch.setattr(kernels, "all_kernels", lambda: {"experts: grouped": kernel})
+    assert main(["kernels"]) == 0
+    out = capsys.readouterr().out
+    assert "sm_90a" in out
+    assert "sm_100a" not in out
