@@ -17,7 +17,7 @@ from k3jax.ops.experts.packing import PackedExperts, check_layout, packed_infos
 from k3jax.ops.rounding import to_bfloat16
 from k3jax.ops.router.api import route
 from k3jax.ops.shared_expert.reference import shared_expert
-from k3jax.ops.tail.api import latent_tail
+from k3jax.ops.tail.api import TailTier, create_workspaces, latent_tail
 from k3jax.parallel import Parallel, RankGroup, run_sharded
 from k3jax.params import MoEParams, check_params, param_specs
 from k3jax.plan import LayerPlan, logger, plan_layer
@@ -74,6 +74,8 @@ def moe_layer(
     )
     num_tokens = inputs["x"].shape[0]
     plan = _resolve_plan(plan, config, num_tokens, parallel, output, packed is not None)
+    if parallel and plan.tail.tier == TailTier.TAIL_FUSION:
+        create_workspaces(config, parallel)
     y = _moe_sharded(params, inputs, config=config, parallel=parallel, plan=plan)
     return y.reshape(*batch, config.hidden_size)
 
@@ -96,7 +98,11 @@ def _moe_sharded(
     columns = parallel.axis if plan.output == "scattered" else None
     packed = _packed_infos(params, config, parallel)
     weights = param_specs(config, parallel.axis, packed)
-    return run_sharded(local, parallel, (weights, specs), tokens(columns), params, inputs)
+    # The fused tail gives every rank the same rows, which JAX cannot see in a custom call.
+    known = plan.tail.tier != TailTier.TAIL_FUSION
+    return run_sharded(
+        local, parallel, (weights, specs), tokens(columns), params, inputs, check_vma=known
+    )
 
 
 def _moe_local(
@@ -142,6 +148,7 @@ def _moe_local(
         group=group,
         tier=plan.tail.tier,
         scattered=plan.output == "scattered",
+        target=plan.target,
     )
 
 

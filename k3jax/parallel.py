@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -76,6 +77,13 @@ class Parallel:
             shards *= self.mesh.shape[name]
         return shards
 
+    def device_groups(self) -> list[list[Any]]:
+        """The devices of each group of ranks, rank r at index r; none for an abstract mesh."""
+        if not isinstance(self.mesh, jax.sharding.Mesh):
+            return []
+        axis = self.mesh.axis_names.index(self.axis)
+        return np.moveaxis(self.mesh.devices, axis, -1).reshape(-1, self.tp).tolist()
+
     def tokens_spec(self, *rest: str | None) -> P:
         """PartitionSpec of an array whose first axis is tokens."""
         return P(self.token_axes or None, *rest)
@@ -89,15 +97,21 @@ class Parallel:
 class RankGroup:
     """The ranks that share one layer, as ops see them. `SINGLE` is the group of one.
 
-    Every collective adds in the dtype it is given; callers choose the width.
+    Every collective adds in the dtype it is given; callers choose the width. `axis` and
+    `other_axes` are for this module alone.
     """
 
     size: int = 1
     axis: str | None = None
+    other_axes: tuple[str, ...] = ()
 
     def index(self) -> jax.Array | int:
         """This rank's number, 0..size-1."""
         return 0 if self.axis is None else lax.axis_index(self.axis)
+
+    def number(self) -> jax.Array | int:
+        """This group's number among those of the mesh, the same on all its ranks."""
+        return lax.axis_index(self.other_axes) if self.other_axes else 0
 
     def all_reduce(self, x: jax.Array) -> jax.Array:
         """Sum over ranks, the same bits on every rank."""
@@ -114,17 +128,24 @@ SINGLE = RankGroup()
 
 
 def run_sharded(
-    function: Callable[..., Any], parallel: Parallel | None, in_specs, out_specs, *args
+    function: Callable[..., Any],
+    parallel: Parallel | None,
+    in_specs,
+    out_specs,
+    *args,
+    check_vma: bool = True,
 ) -> Any:
     """Calls `function(group, *args)` on every rank's shards.
 
     Without `parallel` it is called once, on the whole arrays, with the group of one. Arguments on
     an Explicit mesh are resharded to `in_specs` first; on an Auto mesh `jax.shard_map` does it.
+    `check_vma=False` is for results that all ranks hold alike without JAX being able to see it.
     """
     if parallel is None:
         return function(SINGLE, *args)
-    group = RankGroup(parallel.tp, parallel.axis)
     mesh = parallel.mesh
+    others = tuple(name for name in mesh.axis_names if name != parallel.axis)
+    group = RankGroup(parallel.tp, parallel.axis, others)
     if any(kind == AxisType.Explicit for kind in mesh.axis_types):
         args = jax.tree.map(
             lambda spec, tree: jax.tree.map(lambda leaf: _reshard(leaf, parallel, spec), tree),
@@ -133,7 +154,11 @@ def run_sharded(
             is_leaf=lambda node: isinstance(node, P),
         )
     sharded = jax.shard_map(
-        lambda *local: function(group, *local), mesh=mesh, in_specs=in_specs, out_specs=out_specs
+        lambda *local: function(group, *local),
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=check_vma,
     )
     return sharded(*args)
 

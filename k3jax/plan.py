@@ -10,15 +10,13 @@ from k3jax.ops.experts.api import UNPACKED, ExpertsTier
 from k3jax.ops.experts.decode import refusal as experts_refusal
 from k3jax.ops.router.api import RouterTier
 from k3jax.ops.router.api import kernel_refusal as router_refusal
-from k3jax.ops.tail.api import TailTier
+from k3jax.ops.tail.api import TailTier, fusion_refusal
 from k3jax.runtime.target import Target
 
 logger = logging.getLogger("k3jax")
 
 DEFAULT_OVERLAP_LIMIT = 256
 """Most tokens for which the shared all-reduce is overlapped rather than merged."""
-
-FUSED_TP = (2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,10 @@ def plan_layer(
             "experts", ExpertsTier, _experts_table(config, num_tokens, tp, target, packed), experts
         ),
         tail=_choose(
-            "tail", TailTier, _tail_table(config, num_tokens, tp, output, overlap_limit), tail
+            "tail",
+            TailTier,
+            _tail_table(config, num_tokens, tp, target, output, overlap_limit),
+            tail,
         ),
     )
 
@@ -160,7 +161,7 @@ def _experts_table(
 
 
 def _tail_table(
-    config: MoEConfig, num_tokens: int, tp: int, output: str, overlap_limit: int
+    config: MoEConfig, num_tokens: int, tp: int, target: Target, output: str, overlap_limit: int
 ) -> list[_Row[TailTier]]:
     if tp == 1:
         merged = "tp is 1: there is nothing to reduce"
@@ -170,14 +171,14 @@ def _tail_table(
         merged = "the output is scattered"
     else:
         merged = None
-    fused = merged
-    if fused is None and tp not in FUSED_TP:
-        fused = f"tp={tp} is not one of {FUSED_TP}"
+    unproven = f"this build's kernel has not run on {target.kind}; take it by name"
+    if target.arch is None:
+        unproven = "slower than all-reduces between CPU devices; take it by name"
     within = f"within the overlap limit of {overlap_limit} tokens"
     past = f"past the overlap limit of {overlap_limit} tokens"
     overlaps = num_tokens <= overlap_limit
     return [
-        _Row(TailTier.TAIL_FUSION, "fused kernels", fused or "not built"),
+        _Row(TailTier.TAIL_FUSION, "", fusion_refusal(config, num_tokens, tp, target), unproven),
         _Row(TailTier.ALLREDUCE_OVERLAP, within, merged, None if overlaps else past),
         _Row(TailTier.COLUMN_PARALLEL, past, merged, within if overlaps else None),
         _Row(

@@ -20,6 +20,7 @@ from tests.support import (
     TOKENS,
     WHOLE_LAYER,
     bits,
+    data_and_tensor_parallel,
     numpy_params,
     parallel_of,
     params_of,
@@ -84,6 +85,34 @@ def test_every_tp(tp, tail):
     y = run(x, parallel=parallel_of(tp), plan=plan_layer(TINY, 5, tp=tp, tail=tail))
     for shard in y.addressable_shards:
         np.testing.assert_array_equal(bits(shard.data), bits(y))
+    assert oracle.relative_error(y, want(x)) < WHOLE_LAYER
+
+
+@pytest.mark.parametrize("num_tokens", [n for n in TOKENS if 0 < n <= 128])
+def test_fused_tail(num_tokens):
+    """The custom call's host implementation: another protocol, the same numbers on every rank."""
+    x = tokens_of(num_tokens, TINY.hidden_size)
+    plan = plan_layer(TINY, num_tokens, tp=8, tail="tail_fusion")
+    y = run(x, parallel=parallel_of(8), plan=plan)
+    for shard in y.addressable_shards:
+        np.testing.assert_array_equal(bits(shard.data), bits(y))
+    assert oracle.relative_error(y, want(x)) < WHOLE_LAYER
+
+
+@pytest.mark.parametrize("output", ["replicated", "scattered"])
+@pytest.mark.parametrize("tp", [2, 4, 16])
+def test_fused_tail_at_every_tp(tp, output):
+    x = tokens_of(5, TINY.hidden_size)
+    plan = plan_layer(TINY, 5, tp=tp, tail="tail_fusion", output=output)
+    y = run(x, parallel=parallel_of(tp), plan=plan, output=output)
+    assert oracle.relative_error(y, want(x)) < WHOLE_LAYER
+
+
+def test_fused_tails_of_two_data_parallel_groups_do_not_mix():
+    parallel = data_and_tensor_parallel(AxisType.Auto)
+    x = tokens_of(6, TINY.hidden_size)
+    plan = plan_layer(TINY, 3, tp=parallel.tp, tail="tail_fusion")
+    y = run(x, parallel=parallel, params=sharded_params(TINY, parallel), plan=plan)
     assert oracle.relative_error(y, want(x)) < WHOLE_LAYER
 
 

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from k3jax.config import MoEConfig
 from k3jax.ops.rounding import to_bfloat16
-from k3jax.ops.tail import reference
-from k3jax.parallel import RankGroup
+from k3jax.ops.tail import fused, reference
+from k3jax.parallel import Parallel, RankGroup
+from k3jax.runtime.target import Target
 
 
 class TailTier(StrEnum):
@@ -27,6 +29,36 @@ class TailTier(StrEnum):
     COLUMN_PARALLEL = "column_parallel"
 
 
+def fusion_refusal(config: MoEConfig, num_tokens: int, tp: int, target: Target) -> str | None:
+    """Why the fused tail cannot run; None if it can."""
+    if tp == 1:
+        return "tp is 1: there is nothing to reduce"
+    if not config.num_shared_experts:
+        return "the config has no shared expert"
+    if not config.latent_norm:
+        return "the config has no latent norm"
+    return fused.unsupported(
+        ranks=tp,
+        latent_size=config.latent_size,
+        hidden_size=config.hidden_size,
+        num_tokens=num_tokens,
+        target=target,
+    )
+
+
+def create_workspaces(config: MoEConfig, parallel: Parallel) -> None:
+    """Makes the mailboxes of the fused tail on this process's GPUs, once for each group of ranks.
+
+    Devices that are only described, for a compile without them, get none.
+
+    Raises:
+        NotImplementedError: a group reaches into another process.
+    """
+    for devices in parallel.device_groups():
+        if set(devices) <= set(jax.devices()) and devices[0].platform == "gpu":
+            fused.tail_workspaces(devices, config.latent_size, config.hidden_size).create()
+
+
 def latent_tail(
     m: jax.Array,
     shared: jax.Array | None,
@@ -37,6 +69,7 @@ def latent_tail(
     group: RankGroup,
     tier: TailTier,
     scattered: bool = False,
+    target: Target | None = None,
 ) -> jax.Array:
     """r(r(RMSNorm(sum_ranks m) W_up^T) + sum_ranks shared).
 
@@ -49,10 +82,25 @@ def latent_tail(
         group: the ranks.
         tier: how.
         scattered: return only this rank's H / tp columns.
+        target: device that the fused tier's kernel is compiled for.
 
     Returns:
         bfloat16 [T, H], or [T, H / tp] if scattered.
     """
+    if tier == TailTier.TAIL_FUSION:
+        assert shared is not None, "refused by fusion_refusal"
+        assert gain is not None, "refused by fusion_refusal"
+        return fused.fused_tail(
+            m,
+            shared,
+            gain,
+            up_proj,
+            eps=eps,
+            group=group,
+            target=target or Target.current(),
+            number=group.number(),
+            scattered=scattered,
+        )
     latent = _sum(m, group)
     if tier == TailTier.ALLREDUCE_OVERLAP:
         # XLA would merge the two all-reduces, and the norm would wait for the shared partial. The
