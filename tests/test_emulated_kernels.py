@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from k3jax.config import MoEConfig
-from k3jax.ops.experts import decode
+from k3jax.ops.experts import decode, grouped
 from k3jax.ops.experts.packing import pack_experts
 from k3jax.ops.kernels import kernel_modules
 from k3jax.ops.router import cute as router
@@ -98,6 +98,18 @@ def test_decode_experts_as_rows(arch, experts):
         want[t, slot] = row
     assert oracle.relative_error(run.results[0], want) < ONE_OP
     assert not run.results[0][ids < 0].astype(np.float32).any()
+
+
+@pytest.mark.parametrize("num_tokens", [3, 40, 150])
+def test_grouped_experts(num_tokens, experts):
+    """Only for Hopper: Blackwell has no warpgroup matrix instructions."""
+    packed, bank = experts
+    z, ids, weights = draw_routes(num_tokens)
+    program = grouped.grouped_program(EXPERTS, num_tokens, 1, small_target("sm_90a"))
+    run = run_program(program, operands_of(packed, z, ids, weights), num_sms=NUM_SMS)
+    assert run.written[0].all()
+    want = oracle.experts(z.astype(np.float64), ids, weights, bank)
+    assert oracle.relative_error(run.results[0], want) < ONE_OP
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -108,6 +108,8 @@ class Op:
     """A load: its sources say where, so they must be defined."""
     use_bits: int = 0
     """`uses` as a bit set."""
+    register_bits: int = 0
+    """For wgmma: accumulators and rows in registers, as a bit set."""
     mark: Callable[..., Any] | None = None
     """`mark(R, G, flags of sources)`: undefined lanes of the results, where the union of the
     sources' flags would be too much."""

@@ -86,6 +86,9 @@ class Device:
         patience: sweeps without any change of memory before the launch counts as hung.
         max_steps: blocks of code executed before giving up.
         count: keep bank-conflict and sector counters.
+
+    Attributes:
+        executed: for each kernel, the PTX lines that some lane executed.
     """
 
     def __init__(
@@ -106,12 +109,13 @@ class Device:
         self.steps = 0
         self.time = 0
         self.undefined_load = ""
+        self.executed: dict[str, set[int]] = {}
         self.order: LaunchOrder | None = None
         self._events: list[tuple[int, int, Callable[[], None]]] = []
         self._event_number = 0
         self.running: list[Grid] = []
         self.triggered: dict[Grid, set[int]] = {}
-        self._queue: list[LaunchSpec] = []
+        self.queue: list[LaunchSpec] = []
         self._last: dict[int, Grid] = {}
         self._previous: dict[Grid, Grid | None] = {}
 
@@ -129,12 +133,12 @@ class Device:
             self._run(launches)
 
     def _run(self, launches: list[LaunchSpec]) -> None:
-        self._queue = list(launches)
+        self.queue = list(launches)
         if any(spec.overlaps_previous for spec in launches):
             self.order = LaunchOrder(self, len(launches))
         idle = 0
         self._start()
-        while self.running or self._queue:
+        while self.running or self.queue:
             before = self.progress
             for grid in list(self.running):
                 grid.timeout = idle > 2
@@ -163,11 +167,13 @@ class Device:
     def _retire(self) -> None:
         for grid in [g for g in self.running if g.finished]:
             self.running.remove(grid)
+            lines = self.executed.setdefault(grid.code.entry.name, set())
+            lines |= grid.visited_lines()
             self.progress += 1
 
     def _start(self) -> None:
         """Starts every launch and block that may start."""
-        for spec in list(self._queue):
+        for spec in list(self.queue):
             last = self._last.get(spec.stream)
             earlier = [g for g in self.running if g.launch.stream == spec.stream]
             if last is not None and spec.overlaps_previous:
@@ -175,7 +181,7 @@ class Device:
             else:
                 ready = not earlier
             if not ready or any(
-                s.stream == spec.stream for s in self._queue[: self._queue.index(spec)]
+                s.stream == spec.stream for s in self.queue[: self.queue.index(spec)]
             ):
                 continue
             grid = Grid(spec.code, self, spec)
@@ -184,7 +190,7 @@ class Device:
             if self.order is not None:
                 self.order.start(grid, self._previous[grid])
             self.triggered[grid] = set()
-            self._queue.remove(spec)
+            self.queue.remove(spec)
             self.running.append(grid)
             self.progress += 1
         for grid in self.running:

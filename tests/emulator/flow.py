@@ -8,7 +8,7 @@ between blocks, and values that live inside one block need no storage.
 from dataclasses import dataclass, field
 
 from .binding import Branch, Op, Slots, bind
-from .errors import PtxSyntaxError, UnknownInstructionError
+from .errors import BarrierError, PtxSyntaxError, UnknownInstructionError
 from .instruction import Entry, Module
 
 END = 1 << 30
@@ -69,6 +69,8 @@ def compile_entry(module: Module, name: str | None = None) -> Code:
     blocks = _cut(entry, slots)
     _liveness(blocks, slots)
     _spins(blocks)
+    if any(ins.opcode == "wgmma" for ins in entry.instructions):
+        _check_fences(blocks)
     return Code(entry, module, slots, blocks)
 
 
@@ -190,6 +192,46 @@ def _spins(blocks: list[Block]) -> None:
     polls = [any(op.poll for op in block.operations) for block in blocks]
     for i, block in enumerate(blocks):
         block.spins = any(t <= i and any(polls[t : i + 1]) for t in block.targets)
+
+
+def _check_fences(blocks: list[Block]) -> None:
+    """Refuses wgmma on registers that something else wrote since the last `wgmma.fence`.
+
+    Which registers those are is carried along all paths; before the first fence it is all.
+    """
+    everything = -1
+    unfenced: list[int] = [everything] + [0] * (len(blocks) - 1)
+    pending = set(range(len(blocks)))
+    while pending:
+        i = min(pending)
+        pending.discard(i)
+        state = unfenced[i]
+        for op in blocks[i].operations:
+            state = _after_fences(op, state)
+        for target in _successors(blocks, i):
+            if state & ~unfenced[target]:
+                unfenced[target] |= state
+                pending.add(target)
+    for block, state in zip(blocks, unfenced, strict=True):
+        for op in block.operations:
+            if "mma_async" in op.instruction.modifiers and state & op.register_bits:
+                raise BarrierError(
+                    "registers of wgmma were written with no wgmma.fence since", op.instruction
+                )
+            state = _after_fences(op, state)
+
+
+def _after_fences(op: Op, state: int) -> int:
+    if op.instruction.opcode == "wgmma":
+        return 0 if "fence" in op.instruction.modifiers else state & ~_bits(op.defs)
+    return state | _bits(op.defs)
+
+
+def _bits(slots) -> int:
+    bits = 0
+    for slot in slots:
+        bits |= 1 << slot
+    return bits
 
 
 __all__ = ["END", "Block", "Branch", "Code", "compile_entry"]

@@ -11,7 +11,8 @@ import numpy as np
 
 from .binding import Op
 from .errors import BarrierError, EmulationError
-from .flow import END, Code
+from .flow import END, Block, Code
+from .group import Group
 from .memory import LocalMemory, SharedMemory
 from .races import Races
 from .specials import special_values, unravel
@@ -22,49 +23,6 @@ from .warpgroups import Warpgroups
 FAR = np.int32(END)
 POISON = 0xDEADBEEFDEADBEEF
 """What a register holds before its first write."""
-
-
-class Group:
-    """The warps that execute a block of code together.
-
-    Attributes:
-        grid: the launch.
-        numbers: the numbers of the warps.
-        warps: `numbers`, as a slice where they are contiguous.
-        count: how many.
-        mask: active lanes [count, 32], or None if all are.
-        undefined: elements that the last load read and nothing wrote, or None.
-        storing: elements of the running store that are undefined, or None.
-    """
-
-    __slots__ = ("count", "grid", "mask", "numbers", "storing", "undefined", "warps")
-
-    def __init__(self, grid, warps, numbers, mask):
-        self.grid, self.warps, self.mask = grid, warps, mask
-        self.numbers = numbers
-        self.count = len(numbers)
-        self.undefined = self.storing = None
-
-    def rows(self, per_warp: np.ndarray) -> np.ndarray:
-        """The group's rows of an array with one row per warp of the grid."""
-        return per_warp[self.warps]
-
-    def active(self, mask) -> np.ndarray:
-        """The mask as an array."""
-        return np.ones((self.count, LANES), bool) if mask is None else mask
-
-    def and_mask(self, guard: np.ndarray):
-        """Lanes that are active and whose guard holds; None for all."""
-        if self.mask is None:
-            if guard.shape != (self.count, LANES):
-                guard = np.broadcast_to(guard, (self.count, LANES))
-            return None if guard.all() else guard
-        return self.mask & guard
-
-    def wide(self, values: np.ndarray) -> np.ndarray:
-        """Values that may be uniform, as [count, 32] or [count, 32, n]."""
-        shape = (self.count, LANES)
-        return values if values.shape == shape else np.broadcast_to(values, shape)
 
 
 class Grid:
@@ -91,7 +49,7 @@ class Grid:
         self.live_warps = np.full(self.num_blocks, self.warps_per_block)
         self.started = 0
         self.timeout = False
-        self.sweeping = 0
+        self.visited: set[int] = set()
         self.slots: list[np.ndarray | None] = [None] * code.slots.count
         self.shared = SharedMemory(self.num_blocks, launch.total_shared, self.cluster_size)
         self.local = LocalMemory(self.num_warps, launch.local_bytes)
@@ -102,11 +60,11 @@ class Grid:
         self.in_flight: Warpgroups | None = None
         self._fill_slots()
 
-    def part(self, kind, *args):
+    def part(self, kind):
         """State that an instruction family keeps for this launch, made on first use."""
         name = kind.__name__
         if name not in self.parts:
-            self.parts[name] = kind(self, *args)
+            self.parts[name] = kind(self)
             if kind is Warpgroups:
                 self.in_flight = self.parts[name]
         return self.parts[name]
@@ -155,6 +113,12 @@ class Grid:
     def finished(self) -> bool:
         return self.started == self.num_blocks and not self.live_warps.any()
 
+    def visited_lines(self) -> set[int]:
+        """PTX lines that some lane executed, guards aside."""
+        blocks = [self.code.blocks[pc] for pc in self.visited]
+        ops = [op for b in blocks for op in (*b.operations, *([b.branch] if b.branch else []))]
+        return {op.instruction.line for op in ops}
+
     # The sweep.
 
     def sweep(self, relief: bool) -> None:
@@ -199,6 +163,7 @@ class Grid:
         return numbers
 
     def _step(self, pc: int) -> None:
+        """Runs one block of code for the warps whose turn it is there."""
         numbers = self._members(pc)
         block = self.code.blocks[pc]
         mask = self.pc[numbers] == pc
@@ -212,29 +177,9 @@ class Grid:
         contiguous = last - first + 1 == numbers.size
         warps = slice(first, last + 1) if contiguous else numbers
         group = Group(self, warps, numbers, None if mask.all() else mask)
-        R = self.template.copy()
-        for slot in block.loads:
-            stored = self.slots[slot]
-            if stored is not None:
-                R[slot] = stored[warps]
-        marks = self._marks(block, warps) if self.marks else None
-        ready = op = None
-        try:
-            if marks:
-                ready = run_marked(block, R, group, marks, 0)
-            else:
-                for i, op in enumerate(block.operations):
-                    if self.in_flight is not None:
-                        self.in_flight.check(op, group)
-                    ready = op.run(R, group)
-                    if group.undefined is not None:
-                        marks = {}
-                        ready = run_marked(block, R, group, marks, i + 1, ready)
-                        break
-        except EmulationError:
-            raise
-        except Exception as error:
-            raise EmulationError(f"internal: {error!r}", op and op.instruction) from error
+        self.visited.add(pc)
+        R = self._fetch(block, warps)
+        ready, marks = self._execute(block, R, group)
         if block.waits and ready is not None:
             mask = self._park(numbers, mask, group.wide(ready))
             group.mask = None if mask.all() else mask
@@ -243,6 +188,35 @@ class Grid:
             self._keep_marks(block, marks or {}, group, mask)
         self._jump(pc, block, R, group, mask)
         self.device.steps += 1
+
+    def _fetch(self, block: Block, warps) -> list:
+        """The slots that a block works on, its inputs filled in."""
+        R = self.template.copy()
+        for slot in block.loads:
+            stored = self.slots[slot]
+            if stored is not None:
+                R[slot] = stored[warps]
+        return R
+
+    def _execute(self, block: Block, R: list, group: Group):
+        """Runs the operations; what the last one returned, and the undefined lanes of slots."""
+        marks = self._marks(block, group.warps) if self.marks else None
+        ready = op = None
+        try:
+            if marks:
+                return run_marked(block, R, group, marks, 0), marks
+            for i, op in enumerate(block.operations):
+                if self.in_flight is not None:
+                    self.in_flight.check(op, group)
+                ready = op.run(R, group)
+                if group.undefined is not None:
+                    marks = {}
+                    return run_marked(block, R, group, marks, i + 1, ready), marks
+        except EmulationError:
+            raise
+        except Exception as error:
+            raise EmulationError(f"internal: {error!r}", op and op.instruction) from error
+        return ready, marks
 
     def _converged(self, block, numbers, mask):
         """The warps whose lanes have all arrived; the others' lanes are parked."""
@@ -319,31 +293,25 @@ class Grid:
             if not kept.any():
                 del self.marks[slot]
 
-    def _jump(self, pc: int, block, R, group, mask) -> None:
+    def _jump(self, pc: int, block: Block, R, group: Group, mask) -> None:
+        """Moves the lanes on: through the closing branch or to the next block."""
         numbers = group.numbers
         after = pc + 1 if pc + 1 < len(self.code.blocks) else END
-        op = block.branch
-        if op is None:
-            goes, targets = None, after
-        else:
-            goes, targets = _taken(op, block.targets, R, group)
-        if isinstance(targets, int) and (goes is None or group.mask is None):
+        goes, targets = None, after
+        if block.branch is not None:
+            goes, targets = _taken(block.branch, block.targets, R, group)
+        if group.mask is None and isinstance(targets, int):
             if goes is None or goes.all():
-                to = targets
-            elif not goes.any():
-                to = after
-            else:
-                to = None
-            if to is not None and group.mask is None:
-                self._move_all(numbers, pc, to, block)
-                return
+                return self._move_all(numbers, pc, targets, block)
+            if not goes.any():
+                return self._move_all(numbers, pc, after, block)
         where = targets if goes is None else np.where(goes, targets, after)
         self.pc[numbers] = new = np.where(mask, where, self.pc[numbers]).astype(np.int32)
         if block.spins:
             self.yielded[numbers] |= mask & (new <= pc)
         if (new == FAR).any():
             self._count_exits(numbers, new)
-        self._find_current(numbers)
+        return self._find_current(numbers)
 
     def _move_all(self, numbers, pc: int, to: int, block) -> None:
         self.pc[numbers] = to

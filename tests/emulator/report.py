@@ -14,7 +14,7 @@ def waiting_report(device) -> str:
         lines.append(f" {name}: {int((grid.live_warps > 0).sum())} blocks unfinished")
         for place in places.tolist():
             lines.append("  " + _place(grid, place))
-    for spec in device._queue:
+    for spec in device.queue:
         lines.append(f" {spec.code.entry.name}: not started, waits for the launch before it")
     return "\n".join(lines)
 

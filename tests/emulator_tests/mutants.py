@@ -51,10 +51,13 @@ def attempt(
 
 
 def report(what: Program, operands, good, arch: str, **options) -> Iterator[tuple[str, str]]:
-    """For every deletion in every kernel of a program: what was deleted, what was found."""
+    """For every deletion of an executed instruction: what was deleted, what was found."""
+    executed = run_program(what, operands, arch, **options).device.executed
     for kernel in dict.fromkeys(launch.kernel for launch in what.launches):
         compiled = compile_kernel(kernel, arch)
         for line, text, ptx in mutants(compiled.ptx):
+            if line not in executed[compiled.entry]:
+                continue
             mutated = dataclasses.replace(compiled, ptx=ptx)
 
             def swapped(other, arch, kernel=kernel, mutated=mutated):

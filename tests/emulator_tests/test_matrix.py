@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from tests.emulator import GlobalMemory, InFlightError, RaceError
+from tests.emulator import BarrierError, GlobalMemory, InFlightError, RaceError
 from tests.emulator.dotadd import FRACTION_BITS, fused_dot_add
 from tests.emulator_tests.exact import BF16, E4M3, F16, F32
 from tests.emulator_tests.harness import apply, kernel, run
@@ -192,7 +192,7 @@ FILL:
 {loads}
 {zeros}
 \tsetp.eq.u32 %p1, 0, 0;
-\twgmma.fence.sync.aligned;
+\t{own_fence}
 {products}
 \twgmma.commit_group.sync.aligned;
 \t{wait}
@@ -219,7 +219,8 @@ def swizzled(b_codes, mode):
 
 
 def run_wgmma(a, b_codes, n, mode, fence="fence.proxy.async.shared::cta;",
-              wait="wgmma.wait_group.sync.aligned 0;"):  # fmt: skip
+              wait="wgmma.wait_group.sync.aligned 0;",
+              own_fence="wgmma.fence.sync.aligned;"):  # fmt: skip
     image, leading, stride = swizzled(b_codes, mode)
     steps = b_codes.shape[1] // 16
     descriptor = leading // 16 << 16 | stride // 16 << 32 | mode << 62
@@ -243,7 +244,8 @@ def run_wgmma(a, b_codes, n, mode, fence="fence.proxy.async.shared::cta;",
         for i, r in enumerate(sums)
     )
     code = WGMMA.format(
-        fills=len(image) // 512, fence=fence, wait=wait, descriptor=descriptor, loads=loads,
+        fills=len(image) // 512, fence=fence, own_fence=own_fence,
+        wait=wait, descriptor=descriptor, loads=loads,
         zeros="\n".join(f"\tmov.b32 {r}, 0;" for r in sums), products=products, stores=stores,
     )  # fmt: skip
     fragments = np.array(
@@ -281,6 +283,12 @@ def test_wgmma_without_a_proxy_fence():
     zeros = np.zeros((64, 64), "u2")
     with pytest.raises(RaceError, match=r"fence\.proxy\.async"):
         run_wgmma(zeros, zeros[:8], 8, 1, fence="")
+
+
+def test_wgmma_without_its_own_fence():
+    zeros = np.zeros((64, 64), "u2")
+    with pytest.raises(BarrierError, match=r"no wgmma\.fence since"):
+        run_wgmma(zeros, zeros[:8], 8, 1, own_fence="")
 
 
 def test_wgmma_sums_used_before_the_wait():

@@ -88,7 +88,9 @@ def _multiply(b: Binder) -> Op:
             spoilt = spoilt | held.transpose(0, 2, 1).reshape(-1, 16, 1)
         return _split(spoilt)
 
-    return b.effect(fn, dsts, srcs, effect=False, sync="all", mark=mark)
+    held = {*accumulators, *(rows if from_registers else ())}
+    registers = sum(1 << slot for slot in held)
+    return b.effect(fn, dsts, srcs, effect=False, sync="all", mark=mark, register_bits=registers)
 
 
 def _constant(b: Binder, operand) -> int:
