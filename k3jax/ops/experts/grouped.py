@@ -3,8 +3,6 @@
 Launches: routes are sorted and tokens permuted; gate/up with SiTU; down; the weighted sum.
 """
 
-import dataclasses
-
 import jax
 import numpy as np
 
@@ -17,6 +15,8 @@ ARCH = "sm_90a"
 """The one architecture with warpgroup matrix instructions."""
 MAX_OFFSET = 1 << 31
 """Hidden values and tokens are addressed with 31 bits."""
+MAX_COLUMN_STAGES = 12
+"""More stages of tokens than this hide nothing more."""
 
 
 def refusal(config: MoEConfig, num_tokens: int, tp: int, target: Target) -> str | None:
@@ -173,23 +173,22 @@ def _product(config: MoEConfig, tp: int, target: Target, widths, down: bool):
     from k3jax.ops.experts.kernel_grouped import LAG, WIDTHS, GroupedKernel
 
     inner, latent = config.expert_intermediate_size // tp, config.latent_size
-    kernel = GroupedKernel(
-        down=down,
-        num_tiles=latent // 16 if down else inner // 8,
-        depth=inner if down else latent,
-        top_k=config.experts_per_token,
-        num_blocks=target.num_sms,
-        widths=widths or WIDTHS,
-        weight_stages=3,
-        column_stages=LAG + 1,
-        beta=config.situ_beta,
-        linear_beta=config.situ_linear_beta,
-    )
-    spare = target.shared_bytes - kernel.shared_bytes
-    if spare < 0:
-        raise NotImplementedError(
-            f"experts='grouped': {kernel.shared_bytes} bytes of shared memory are wanted, "
-            f"{target.kind} has {target.shared_bytes}; use experts='xla'"
+    for column_stages in range(MAX_COLUMN_STAGES, LAG, -1):
+        kernel = GroupedKernel(
+            down=down,
+            num_tiles=latent // 16 if down else inner // 8,
+            depth=inner if down else latent,
+            top_k=config.experts_per_token,
+            num_blocks=target.num_sms,
+            widths=widths or WIDTHS,
+            weight_stages=3,
+            column_stages=column_stages,
+            beta=config.situ_beta,
+            linear_beta=config.situ_linear_beta,
         )
-    more = spare // (kernel.column_slot_bytes + 16)
-    return dataclasses.replace(kernel, column_stages=kernel.column_stages + more)
+        if kernel.shared_bytes <= target.shared_bytes:
+            return kernel
+    raise NotImplementedError(
+        f"experts='grouped': its rings do not fit the {target.shared_bytes} bytes of shared memory "
+        f"of {target.kind}; use experts='xla'"
+    )
