@@ -15,7 +15,13 @@ from .instruction import SINK, Address, Immediate, Instruction, Negated, Registe
 from .specials import is_special
 from .types import RAW, REGISTER_BITS, TYPES, PtxType
 
-SPECIAL_BITS = dict.fromkeys(("%clock64", "%globaltimer", "%gridid"), 64)
+SPECIAL_BITS = {
+    "%clock64": 64,
+    "%globaltimer": 64,
+    "%gridid": 64,
+    "%is_explicit_cluster": 1,
+}
+"""Special registers that are not 32 bits wide."""
 
 
 class Slots:
