@@ -153,7 +153,7 @@ def test_calls_of_changing_size_and_shots(ranks, seed):
             assert loopback.words(rank)[FAILED_WORD] == 0
 
 
-@pytest.mark.parametrize("round_tokens", [4, 8])
+@pytest.mark.parametrize("round_tokens", [2, 4, 8])
 def test_most_tokens_take_several_rounds(round_tokens):
     loopback = Loopback(*SMALL, round_tokens=round_tokens)
     for two_shot, tokens in ((True, MAX_TOKENS), (False, 32)):

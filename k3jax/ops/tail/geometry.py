@@ -235,6 +235,7 @@ def kernel_facts(ranks: int, latent_size: int, hidden_size: int, num_tokens: int
         "k_blocks": K_BLOCKS,
         "k_parts": max(fitting),
         "warps": WARPS,
-        "round_tokens": 1 if num_tokens <= K_BLOCKS else 8 if ranks >= 8 else 4,
+        # More tokens a round than this spill registers: fewer ranks hold more rows each.
+        "round_tokens": 1 if num_tokens <= K_BLOCKS else min(ranks, 8),
         "two_shot": goes_in_two_shots(num_tokens, ranks),
     }
