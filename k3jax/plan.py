@@ -3,11 +3,12 @@
 import logging
 from dataclasses import dataclass
 from enum import StrEnum
+from types import ModuleType
 
 from k3jax.config import MoEConfig
 from k3jax.ops.check import distrust
+from k3jax.ops.experts import decode, grouped
 from k3jax.ops.experts.api import UNPACKED, ExpertsTier
-from k3jax.ops.experts.decode import refusal as experts_refusal
 from k3jax.ops.router.api import RouterTier
 from k3jax.ops.router.api import kernel_refusal as router_refusal
 from k3jax.ops.tail.api import TailTier, fusion_refusal
@@ -150,10 +151,14 @@ def _router_table(config: MoEConfig, target: Target) -> list[_Row[RouterTier]]:
 def _experts_table(
     config: MoEConfig, num_tokens: int, tp: int, target: Target, packed: bool
 ) -> list[_Row[ExpertsTier]]:
-    refusal = experts_refusal(config, num_tokens, tp, target)
-    refusal = refusal or (None if packed else UNPACKED) or distrust("experts", target)
+    def refusal(kernels: ModuleType) -> str | None:
+        reason = kernels.refusal(config, num_tokens, tp, target)
+        return reason or (None if packed else UNPACKED) or distrust("experts", target)
+
+    compiled = f"compiled for {target.arch}"
     return [
-        _Row(ExpertsTier.DECODE, f"compiled for {target.arch}", refusal),
+        _Row(ExpertsTier.DECODE, compiled, refusal(decode)),
+        _Row(ExpertsTier.GROUPED, compiled, refusal(grouped)),
         _Row(ExpertsTier.XLA, "runs everywhere"),
         _Row(ExpertsTier.REFERENCE, "", passed_over="slow; take it by name for gradients"),
         _Row(ExpertsTier.W4A8, "", passed_over="other numbers; take it by name"),

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from k3jax.config import MoEConfig
+from k3jax.ops.experts import api as experts_api
 from k3jax.ops.experts import decode, grouped
+from k3jax.ops.experts.api import run_kernels
 from k3jax.ops.experts.packing import pack_experts
 from k3jax.ops.kernels import kernel_modules
 from k3jax.ops.router import cute as router
@@ -145,10 +147,24 @@ def test_ops_inside_jax(experts):
     packed, bank = experts
     z, ids, weights = draw_routes(4)
     target = small_target("sm_90a")
-    run = jax.jit(partial(decode.routed_experts, config=EXPERTS, tp=1, target=target))
-    got = run(z, ids, weights, packed)
     want = oracle.experts(z.astype(np.float64), ids, weights, bank)
-    assert oracle.relative_error(got, want) < ONE_OP
+    for tier in ("decode", "grouped"):
+        run = jax.jit(partial(run_kernels, tier=tier, config=EXPERTS, tp=1, target=target))
+        assert oracle.relative_error(run(z, ids, weights, packed), want) < ONE_OP
+    empty = run(z[:0], ids[:0], weights[:0], packed)
+    assert empty.shape == (0, EXPERTS.latent_size)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_more_tokens_than_one_call_takes(experts, monkeypatch):
+    packed, bank = experts
+    z, ids, weights = draw_routes(5)
+    build = experts_api._KERNELS["grouped"][0]
+    monkeypatch.setitem(experts_api._KERNELS, "grouped", (build, 2))
+    target = small_target("sm_90a")
+    run = jax.jit(partial(run_kernels, tier="grouped", config=EXPERTS, tp=1, target=target))
+    want = oracle.experts(z.astype(np.float64), ids, weights, bank)
+    assert oracle.relative_error(run(z, ids, weights, packed), want) < ONE_OP
 
 
 @pytest.mark.parametrize("two_shot", [False, True])

@@ -81,8 +81,8 @@ def test_large_then_small_then_large_batch():
 
 def test_rows_do_not_depend_on_the_batch_they_are_in():
     """The expert kernels are batch-invariant; XLA's products around them need not be."""
+    from k3jax.ops.experts.api import run_kernels
     from k3jax.ops.experts.check import random_experts
-    from k3jax.ops.experts.decode import routed_experts
     from k3jax.ops.experts.packing import pack_experts
 
     target = Target.current()
@@ -93,7 +93,7 @@ def test_rows_do_not_depend_on_the_batch_they_are_in():
     weights = jax.random.uniform(jax.random.key(1), ids.shape)
 
     def run(rows):
-        call = functools.partial(routed_experts, config=CONFIG, tp=8, target=target)
+        call = functools.partial(run_kernels, tier="decode", config=CONFIG, tp=8, target=target)
         return jax.jit(call)(z[rows], ids[rows], weights[rows], experts)
 
     whole = run(slice(None))

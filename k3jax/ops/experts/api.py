@@ -4,14 +4,15 @@ import functools
 from enum import StrEnum
 
 import jax
+import jax.numpy as jnp
 
 from k3jax.config import MoEConfig
-from k3jax.ops.experts import decode, reference, xla
-from k3jax.ops.experts.packing import PackedExperts, pack_params
+from k3jax.ops.experts import decode, grouped, reference, xla
+from k3jax.ops.experts.packing import PackedExperts, check_packed, pack_params
 from k3jax.ops.gradient import without_gradient
 from k3jax.parallel import Parallel
 from k3jax.params import ExpertParams, MoEParams
-from k3jax.runtime.ffi import platform_choice
+from k3jax.runtime.ffi import call_program, platform_choice
 from k3jax.runtime.target import Target
 
 
@@ -20,12 +21,14 @@ class ExpertsTier(StrEnum):
 
     Attributes:
         DECODE: one custom call for small batches, on experts in kernel order.
+        GROUPED: one custom call for larger batches on Hopper, on experts in kernel order.
         XLA: sort by expert, then dequantise and multiply the experts that were chosen.
         REFERENCE: one route at a time; slow, differentiable in z and the weights.
         W4A8: other numbers, by request only: activations rounded to MXFP8 in front of each product.
     """
 
     DECODE = "decode"
+    GROUPED = "grouped"
     XLA = "xla"
     REFERENCE = "reference"
     W4A8 = "w4a8"
@@ -67,6 +70,11 @@ _ROWS = {
     ExpertsTier.XLA: xla.rows,
     ExpertsTier.W4A8: functools.partial(xla.rows, expert=reference.expert_w4a8),
 }
+_KERNELS = {
+    ExpertsTier.DECODE: (decode.decode_program, decode.MAX_TOKENS),
+    ExpertsTier.GROUPED: (grouped.grouped_program, grouped.CALL_TOKENS),
+}
+"""What builds the program of a call, and the most tokens of one call."""
 _DIFFERENTIABLE = (ExpertsTier.REFERENCE,)
 
 
@@ -90,16 +98,16 @@ def routed_experts(
         z: bfloat16 [T, L].
         ids: int32 [T, K]; -1 is dropped.
         weights: float32 [T, K].
-        params: MXFP4 experts, w1 and w3 [E, I, L], w2 [E, L, I], in either order; the decode tier
-            needs kernel order.
+        params: MXFP4 experts, w1 and w3 [E, I, L], w2 [E, L, I], in either order; the kernels'
+            tiers need kernel order.
         config: betas of SiTU.
-        tier: implementation; the decode tier is the XLA tier anywhere but on CUDA.
+        tier: implementation; the kernels' tiers are the XLA tier anywhere but on CUDA.
         tp: ranks that split the experts.
         target: device that kernels are compiled for.
     """
-    if tier == ExpertsTier.DECODE:
+    if tier in _KERNELS:
         kernel = functools.partial(
-            decode.routed_experts, config=config, tp=tp, target=target or Target.current()
+            run_kernels, tier=tier, config=config, tp=tp, target=target or Target.current()
         )
         plain = functools.partial(routed_experts, config=config, tier=ExpertsTier.XLA)
         return platform_choice(kernel, plain)(z, ids, weights, params)
@@ -110,3 +118,28 @@ def routed_experts(
         compute = without_gradient(compute, name=f"experts={tier.value!r}", remedy=remedy)
     rows = compute(z, ids, params, betas)
     return reference.combine(rows, ids, weights)
+
+
+def run_kernels(
+    z: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    packed: PackedExperts,
+    *,
+    tier: ExpertsTier,
+    config: MoEConfig,
+    tp: int,
+    target: Target,
+) -> jax.Array:
+    """The custom calls of a tier, on experts in kernel order; no tokens need no call."""
+    inner = config.expert_intermediate_size // tp
+    check_packed(packed, config.num_experts, config.latent_size, inner)
+    build, most = _KERNELS[tier]
+    parts = []
+    for first in range(0, z.shape[0], most):
+        part = tuple(array[first : first + most] for array in (z, ids, weights))
+        program = build(config, part[0].shape[0], tp, target)
+        parts += call_program(program, *part, packed.gate_up, packed.down, target=target)
+    if not parts:
+        return jnp.zeros((0, config.latent_size), jnp.bfloat16)
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from k3jax.config import MoEConfig
-from k3jax.ops.experts.packing import CHUNK, GROUP_CHUNKS, PackedExperts, check_packed
+from k3jax.ops.experts.packing import CHUNK, GROUP_CHUNKS
 from k3jax.runtime.buckets import token_bucket
 from k3jax.runtime.program import ArraySpec, Launch, Operand, Program, Result
 from k3jax.runtime.target import Target
@@ -75,36 +75,6 @@ def decode_program(
     if reason is not None:
         raise NotImplementedError(f"experts='decode': {reason}; use experts='xla'")
     return _program(config, num_tokens, tp, target, weighted)
-
-
-def routed_experts(
-    z: jax.Array,
-    ids: jax.Array,
-    weights: jax.Array,
-    packed: PackedExperts,
-    *,
-    config: MoEConfig,
-    tp: int,
-    target: Target,
-    weighted: bool = True,
-) -> jax.Array:
-    """Runs `decode_program`; zero tokens need no call.
-
-    Raises:
-        TypeError, ValueError: `packed` is not this config's weights in this version's order.
-        NotImplementedError: what `refusal` says.
-    """
-    from k3jax.runtime.ffi import call_program
-
-    check_packed(
-        packed, config.num_experts, config.latent_size, config.expert_intermediate_size // tp
-    )
-    program = decode_program(config, max(z.shape[0], 1), tp, target, weighted)
-    if z.shape[0] == 0:
-        spec = program.results[0]
-        return jax.numpy.zeros((0, *spec.shape[1:]), spec.dtype)
-    (out,) = call_program(program, z, ids, weights, packed.gate_up, packed.down, target=target)
-    return out
 
 
 def _program(config, num_tokens, tp, target, weighted) -> Program:

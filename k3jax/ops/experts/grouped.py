@@ -7,12 +7,14 @@ import jax
 import numpy as np
 
 from k3jax.config import MoEConfig
-from k3jax.ops.experts.packing import CHUNK, GROUP_CHUNKS, PackedExperts, check_packed
+from k3jax.ops.experts.packing import CHUNK, GROUP_CHUNKS
 from k3jax.runtime.program import ArraySpec, Launch, Operand, Program, Result
 from k3jax.runtime.target import Target
 
 ARCH = "sm_90a"
 """The one architecture with warpgroup matrix instructions."""
+CALL_TOKENS = 2048
+"""Tokens of one call: larger calls ran on a card, but their numbers were not checked there."""
 MAX_OFFSET = 1 << 31
 """Hidden values and tokens are addressed with 31 bits."""
 MAX_COLUMN_STAGES = 12
@@ -68,36 +70,6 @@ def grouped_program(
     if reason is not None:
         raise NotImplementedError(f"experts='grouped': {reason}; use experts='xla'")
     return _program(config, num_tokens, tp, target, weighted, widths)
-
-
-def routed_experts(
-    z: jax.Array,
-    ids: jax.Array,
-    weights: jax.Array,
-    packed: PackedExperts,
-    *,
-    config: MoEConfig,
-    tp: int,
-    target: Target,
-    weighted: bool = True,
-) -> jax.Array:
-    """Runs `grouped_program`; zero tokens need no call.
-
-    Raises:
-        TypeError, ValueError: `packed` is not this config's weights in this version's order.
-        NotImplementedError: what `refusal` says.
-    """
-    from k3jax.runtime.ffi import call_program
-
-    check_packed(
-        packed, config.num_experts, config.latent_size, config.expert_intermediate_size // tp
-    )
-    program = grouped_program(config, max(z.shape[0], 1), tp, target, weighted)
-    if z.shape[0] == 0:
-        spec = program.results[0]
-        return jax.numpy.zeros((0, *spec.shape[1:]), spec.dtype)
-    (out,) = call_program(program, z, ids, weights, packed.gate_up, packed.down, target=target)
-    return out
 
 
 def _program(config, num_tokens, tp, target, weighted, widths) -> Program:

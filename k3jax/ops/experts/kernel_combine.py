@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Float32, Int64, Uint32, cute
 
-from k3jax.ops.experts import kernel_ptx as ptx
+from k3jax.ops import kernel_ptx as ptx
 from k3jax.runtime.program import Kernel
 
 

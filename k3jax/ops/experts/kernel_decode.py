@@ -39,7 +39,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from k3jax.ops.experts import kernel_ptx as ptx
+from k3jax.ops import kernel_ptx as ptx
 from k3jax.ops.experts.kernel_units import (
     BLOCK_TABLE_BYTES,
     GAINS_OFFSET,
@@ -67,8 +67,6 @@ _PARTIAL_BYTES = UNIT * _COLUMN_BYTES
 """A warp's sums: 8 columns of 16 rows, padded so that the stores of a warp meet no bank twice."""
 HEADER_BYTES = 256
 """Shared memory of the barriers."""
-_ONES = 0x7E807E80
-"""A pair of bf16 2^126: brings codes to their values, where the scale needs its own multiply."""
 _CUT_BITS = 20
 """Fraction bits of a block's share of a unit's gate/up tiles."""
 
@@ -564,7 +562,7 @@ class DecodeKernel(Kernel):
         """sums += group of weights times columns[first:], two chains of instructions."""
         lane = cute.arch.lane_idx()
         elements = group + Uint32(lane * 16)
-        scales = _load_scales(
+        scales = ptx.load_scales(
             group + Uint32(chunks * _ELEMENTS) + Uint32(lane // 2 * (2 * chunks)), chunks
         )
         words = []
@@ -693,15 +691,6 @@ class DecodeKernel(Kernel):
                     ptx.store_global_4(target + piece * 16, Uint32(0))
 
 
-def _load_scales(address, chunks):
-    """A lane's scale bytes of a group: two for each chunk."""
-    if chunks == 4:
-        return list(ptx.load_shared_2(address))
-    if chunks == 2:
-        return [Uint32(ptx.load_shared(address))]
-    return [ptx.load_shared_half(address)]
-
-
 @cute.jit
 def _multiply(
     words,
@@ -721,31 +710,19 @@ def _multiply(
     """
     for _ in cutlass.range(large, unroll=1):
         for chunk in cutlass.range_constexpr(chunks):
-            factors = [_scale(_scale_pair(scales, 2 * chunk + pair)) for pair in range(2)]
+            factors = [
+                ptx.scale_value(ptx.scale_byte(scales, 2 * chunk + pair)) for pair in range(2)
+            ]
             again = ptx.load_shared_volatile_4(elements + Uint32(chunk * _ELEMENTS))
-            _multiply_chunk(again, [Uint32(_ONES)] * 2, factors, columns, first, sums, chunk)
+            _multiply_chunk(again, [Uint32(ptx.ONES)] * 2, factors, columns, first, sums, chunk)
     if large == 0:
         for chunk in cutlass.range_constexpr(chunks):
-            factors = [ptx.power_pair(_scale_pair(scales, 2 * chunk + pair)) for pair in range(2)]
+            factors = [
+                ptx.power_pair(ptx.scale_byte(scales, 2 * chunk + pair)) for pair in range(2)
+            ]
             _multiply_chunk(
                 words[4 * chunk : 4 * chunk + 4], factors, None, columns, first, sums, chunk
             )
-
-
-def _scale_pair(scales, index):
-    """Scale byte `index` in both halves of a word."""
-    return ptx.spread_byte(scales[index // 4], index % 4)
-
-
-@cute.jit
-def _scale(pair: Uint32) -> Uint32:
-    """A pair of bf16 2^(q - 127) for q in both halves; NaN for 255."""
-    bits = pair << Uint32(7)
-    if pair == Uint32(0):
-        bits = Uint32(0x00400040)
-    if pair == Uint32(0x00FF00FF):
-        bits = Uint32(0x7FFF7FFF)
-    return bits
 
 
 def _multiply_chunk(words, factors, scales, columns, first, sums, chunk):

@@ -35,9 +35,8 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from k3jax.ops.experts import kernel_ptx as ptx
+from k3jax.ops import kernel_ptx as ptx
 from k3jax.ops.experts import kernel_wgmma as wgmma
-from k3jax.ops.experts.kernel_decode import _ONES, _load_scales, _scale, _scale_pair
 from k3jax.ops.experts.packing import CHUNK, CHUNK_BYTES, GROUP_CHUNKS, ROW_TILE, chunk_groups
 from k3jax.runtime.program import Kernel
 
@@ -417,7 +416,7 @@ class GroupedKernel(Kernel):
             shared + Uint32(start + block * 4 * size * CHUNK_BYTES) for block in range(BLOCKS)
         ]
         scales = [
-            _load_scales(start + Uint32(size * _ELEMENTS) + Uint32(lane // 2 * (2 * size)), size)
+            ptx.load_scales(start + Uint32(size * _ELEMENTS) + Uint32(lane // 2 * (2 * size)), size)
             for start in starts
         ]
         large = [_some_large(words) for words in scales]
@@ -514,12 +513,12 @@ def _dequantize(words, scales, chunk: cutlass.Constexpr, large, a: cute.Tensor):
     2^126 times a scale whose byte is 128 or more is past bfloat16 and takes a second multiply.
     """
     if large:
-        factors = [_scale(_scale_pair(scales, 2 * chunk + pair)) for pair in range(2)]
-        values = _values(words, [Uint32(_ONES)] * 2)
+        factors = [ptx.scale_value(ptx.scale_byte(scales, 2 * chunk + pair)) for pair in range(2)]
+        values = _values(words, [Uint32(ptx.ONES)] * 2)
         for index in cutlass.range_constexpr(16):
             a[index] = ptx.scale_pair(values[index], factors[index % 2])
     else:
-        factors = [ptx.power_pair(_scale_pair(scales, 2 * chunk + pair)) for pair in range(2)]
+        factors = [ptx.power_pair(ptx.scale_byte(scales, 2 * chunk + pair)) for pair in range(2)]
         values = _values(words, factors)
         for index in cutlass.range_constexpr(16):
             a[index] = values[index]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
-from k3jax.ops.experts import kernel_ptx as ptx
+from k3jax.ops import kernel_ptx as ptx
 from k3jax.ops.experts import kernel_wgmma as wgmma
 from k3jax.ops.experts.kernel_grouped import RECORD_BYTES, WIDTHS, header_bytes
 from k3jax.ops.experts.kernel_prepare import PrepareKernel

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
-from k3jax.ops.experts import kernel_ptx as ptx
+from k3jax.ops import kernel_ptx as ptx
 from k3jax.ops.experts.kernel_decode import NOT_WRITTEN
 from k3jax.ops.experts.kernel_units import UNIT, record_offset
 from k3jax.runtime.program import Kernel

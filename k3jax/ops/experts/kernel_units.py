@@ -8,7 +8,7 @@ table for itself in shared memory: experts, then routes, then id and weight of e
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
-from k3jax.ops.experts import kernel_ptx as ptx
+from k3jax.ops import kernel_ptx as ptx
 
 UNIT = 8
 """Routes of a unit: columns of the matrix instruction."""

@@ -44,7 +44,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from k3jax.ops.experts import kernel_ptx as ptx
+from k3jax.ops import kernel_ptx as ptx
 from k3jax.ops.tail import kernel_words as words
 from k3jax.ops.tail.geometry import STEP, TILE_ROWS, TailGeometry, kernel_facts
 from k3jax.runtime.program import Kernel

@@ -10,10 +10,12 @@ import numpy as np
 from ..binding import Binder, Op, instruction
 from ..types import PtxType, f32, flush, from_f32
 
-APPROX_ULP = {"ex2": 2, "lg2": 2, "rcp": 1, "sqrt": 1, "rsqrt": 2, "sin": 4, "cos": 4, "tanh": 32}
+APPROX_ULP = {"ex2": 2, "rcp": 1, "sqrt": 1, "rsqrt": 2, "sin": 4, "cos": 4}
+APPROX_ULP |= {"lg2": 4, "tanh": 8192}
 """Largest distance, in float32 units in the last place, that PTX allows the card's result.
 
-sin, cos and tanh are absolute or relative bounds in PTX (2^-20.5 and 2^-11); these are rounded up.
+PTX bounds sin and cos absolutely (2^-20.5), tanh relatively (2^-11), and lg2 relatively (2^-22)
+outside (0.5, 2), where its bound is absolute; these are rounded up.
 """
 
 TRUNCATE = {"rz", "rm", "rp"}

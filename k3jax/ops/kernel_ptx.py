@@ -1,4 +1,4 @@
-"""The instructions that the expert kernels are written in, as functions of addresses and words."""
+"""The instructions that the kernels are written in, as functions of addresses and words."""
 
 from cutlass import Float32, Int32, Int64, Uint32, Uint64, cute
 
@@ -8,6 +8,8 @@ LAST_PAIR_BITS = 0x001B001B
 LAST_PAIR_SHIFTS = (1 << 2) + (1 << 7) + (1 << 12)
 """What is left of a word for its fourth pair, and the shifts that bring it into place, as one
 multiply: the shifted copies never meet in a bit, so no carry arises."""
+ONES = 0x7E807E80
+"""A pair of bf16 2^126: brings codes to their values, where the scale needs its own multiply."""
 
 
 def _ptx(text, types=(), *arguments):
@@ -309,3 +311,28 @@ def situ(gate: Float32, up: Float32, beta: float, linear_beta: float | None) -> 
     if linear_beta is not None:
         up = _tanh(up * Float32(1 / linear_beta)) * Float32(linear_beta)
     return _tanh(gate * Float32(1 / beta)) * Float32(beta) * sigmoid * up
+
+
+def load_scales(address, chunks):
+    """A lane's scale bytes of a group: two for each chunk."""
+    if chunks == 4:
+        return list(load_shared_2(address))
+    if chunks == 2:
+        return [Uint32(load_shared(address))]
+    return [load_shared_half(address)]
+
+
+def scale_byte(scales, index):
+    """Scale byte `index` in both halves of a word."""
+    return spread_byte(scales[index // 4], index % 4)
+
+
+@cute.jit
+def scale_value(pair: Uint32) -> Uint32:
+    """A pair of bf16 2^(q - 127) for q in both halves; NaN for 255."""
+    bits = pair << Uint32(7)
+    if pair == Uint32(0):
+        bits = Uint32(0x00400040)
+    if pair == Uint32(0x00FF00FF):
+        bits = Uint32(0x7FFF7FFF)
+    return bits
