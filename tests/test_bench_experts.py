@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import k3jax.bench.experts as bench
+from k3jax.bench import bandwidth
 from k3jax.config import MoEConfig
 from k3jax.runtime.target import Target
 
@@ -72,3 +73,25 @@ def test_zipf_is_skewed_and_draws_no_expert_twice():
         assert all(len(set(token)) == 4 for token in ids.tolist())
         distinct[routing] = np.bincount(ids.ravel(), minlength=32).max()
     assert distinct["zipf"] > distinct["uniform"]
+
+
+def test_a_card_without_a_known_bandwidth_is_measured(monkeypatch, capsys):
+    target = dataclasses.replace(Target.named("b200"), read_bytes_per_second=None)
+    monkeypatch.setattr(bench.Target, "current", lambda: target)
+    monkeypatch.setattr(bench, "measure_read_bandwidth", lambda: 7.5e12)
+    arguments = argparse.Namespace(tp=(), tokens=(), routing=None, seed=0, json=None, plot=None)
+    assert bench.run(arguments) == 0
+    assert "floors by 7.50 TB/s" in capsys.readouterr().out
+
+
+def test_bandwidth_leaves_out_what_a_dispatch_costs(monkeypatch):
+    """On a clock where each run costs 3 s and each read in it 1 s."""
+    ticks = iter([0, 13] + [0, 13, 0, 5] * 5)
+    monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: next(ticks))
+    assert bandwidth.measure_read_bandwidth(1 << 20) == 1 << 20
+
+
+def test_without_kernels_there_is_nothing_to_time(monkeypatch):
+    monkeypatch.setattr(bench.Target, "current", lambda: Target.named("cpu"))
+    with pytest.raises(NotImplementedError, match="'cpu' has no kernels to time"):
+        run()
