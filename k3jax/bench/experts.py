@@ -255,7 +255,7 @@ def draw(rows: list[Row], file: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise NotImplementedError("--plot needs matplotlib: pip install matplotlib") from error
+        raise NotImplementedError("--plot needs matplotlib: pip install k3jax[bench]") from error
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for label, line in _lines(rows):
