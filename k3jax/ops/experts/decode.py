@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from k3jax.config import MoEConfig
-from k3jax.ops.experts.packing import CHUNK, GROUP_CHUNKS
+from k3jax.ops.experts.packing import CHUNK, GROUP_CHUNKS, order_refusal
 from k3jax.runtime.buckets import token_bucket
 from k3jax.runtime.program import ArraySpec, Launch, Operand, Program, Result
 from k3jax.runtime.target import Target
@@ -29,24 +29,17 @@ def refusal(config: MoEConfig, num_tokens: int, tp: int, target: Target) -> str 
     """Why the kernels cannot run this, or None if they can."""
     inner, latent = config.expert_intermediate_size // tp, config.latent_size
     slice_size = GROUP_CHUNKS * CHUNK
-    if target.arch is None:
-        return f"there are no kernels for {target.kind}"
+    if reason := order_refusal(config, tp, target):
+        return reason
     if num_tokens > MAX_TOKENS:
         return f"{num_tokens} tokens are more than the {MAX_TOKENS} that it serves"
-    if latent % slice_size or not 2 <= latent // slice_size <= MAX_WARPS:
-        return (
-            f"latent_size={latent} is not a multiple of {slice_size} from {2 * slice_size} to "
-            f"{MAX_WARPS * slice_size}"
-        )
-    if inner % CHUNK:
-        return f"expert_intermediate_size / tp = {inner} is not a multiple of {CHUNK}"
+    if not 2 <= latent // slice_size <= MAX_WARPS:
+        return f"latent_size={latent} is not from {2 * slice_size} to {MAX_WARPS * slice_size}"
     if inner > MAX_BATCH * CHUNK and inner % (GROUP_CHUNKS * CHUNK):
         return (
             f"expert_intermediate_size / tp = {inner} is past {MAX_BATCH * CHUNK} and not a "
             f"multiple of {GROUP_CHUNKS * CHUNK}"
         )
-    if config.num_experts > 1024:
-        return f"num_experts={config.num_experts} is more than the 1024 that routes are grouped by"
     if inner > latent:
         return f"{inner} neurons a rank are more than latent_size={latent}"
     return None

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from k3jax.config import MoEConfig
-from k3jax.ops.experts.packing import CHUNK, GROUP_CHUNKS
+from k3jax.ops.experts.packing import order_refusal
 from k3jax.runtime.program import ArraySpec, Launch, Operand, Program, Result
 from k3jax.runtime.target import Target
 
@@ -15,6 +15,7 @@ ARCH = "sm_90a"
 """The one architecture with warpgroup matrix instructions."""
 CALL_TOKENS = 2048
 """Tokens of one call: larger calls ran on a card, but their numbers were not checked there."""
+MAX_LATENT = 8192
 MAX_OFFSET = 1 << 31
 """Hidden values and tokens are addressed with 31 bits."""
 MAX_COLUMN_STAGES = 12
@@ -24,17 +25,12 @@ MAX_COLUMN_STAGES = 12
 def refusal(config: MoEConfig, num_tokens: int, tp: int, target: Target) -> str | None:
     """Why the kernels cannot run this, or None if they can."""
     inner, latent = config.expert_intermediate_size // tp, config.latent_size
-    slice_size = GROUP_CHUNKS * CHUNK
-    if target.arch is None:
-        return f"there are no kernels for {target.kind}"
+    if reason := order_refusal(config, tp, target):
+        return reason
     if target.arch != ARCH:
         return f"{target.kind} is {target.arch} and has no warpgroup matrix instructions (wgmma)"
-    if latent % slice_size or latent > 8192:
-        return f"latent_size={latent} is not a multiple of {slice_size} up to 8192"
-    if inner % CHUNK:
-        return f"expert_intermediate_size / tp = {inner} is not a multiple of {CHUNK}"
-    if config.num_experts > 1024:
-        return f"num_experts={config.num_experts} is more than the 1024 that routes are sorted by"
+    if latent > MAX_LATENT:
+        return f"latent_size={latent} is more than the {MAX_LATENT} that it gathers"
     most = (MAX_OFFSET - 1) // (2 * max(latent, config.experts_per_token * inner))
     if num_tokens > most:
         return f"{num_tokens} tokens are more than the {most} that it addresses"

@@ -30,6 +30,7 @@ from k3jax.config import MXFP4_GROUP_SIZE, MoEConfig
 from k3jax.parallel import Parallel, RankGroup, run_sharded
 from k3jax.params import ExpertParams, MoEParams, ParamInfo, param_specs
 from k3jax.quant.mxfp4 import Leaf, Mxfp4Array
+from k3jax.runtime.target import Target
 
 ORDER = "k3jax-m16k64-v1"
 """Name of the order described above; a change of the order changes the name."""
@@ -38,6 +39,8 @@ ROW_TILE = 16
 CHUNK = 64
 """Elements of K that feed four matrix instructions."""
 GROUP_CHUNKS = 4
+MAX_EXPERTS = 1024
+"""Experts that the kernels sort routes by: one thread each."""
 CHUNK_BYTES = ROW_TILE * (CHUNK // 2 + CHUNK // MXFP4_GROUP_SIZE)
 """Bytes of 16 rows x 64 elements, scales included."""
 _ELEMENT_BYTES = ROW_TILE * CHUNK // 2
@@ -98,6 +101,23 @@ def chunk_groups(num_chunks: int) -> tuple[int, ...]:
     """Chunks of each group of a row tile: fours, then a two, then a one."""
     whole, rest = divmod(num_chunks, GROUP_CHUNKS)
     return (GROUP_CHUNKS,) * whole + tuple(size for size in (2, 1) if rest & size)
+
+
+def order_refusal(config: MoEConfig, tp: int, target: Target) -> str | None:
+    """Why no kernel that reads this order can run, or None."""
+    inner, latent = config.expert_intermediate_size // tp, config.latent_size
+    if target.arch is None:
+        return f"there are no kernels for {target.kind}"
+    if latent % (GROUP_CHUNKS * CHUNK):
+        return f"latent_size={latent} is not a multiple of {GROUP_CHUNKS * CHUNK}"
+    if inner % CHUNK:
+        return f"expert_intermediate_size / tp = {inner} is not a multiple of {CHUNK}"
+    if config.num_experts > MAX_EXPERTS:
+        return (
+            f"num_experts={config.num_experts} is more than the {MAX_EXPERTS} that routes are "
+            "sorted by"
+        )
+    return None
 
 
 def pack_params(
