@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from k3jax.config import MoEConfig
 from k3jax.ops.experts.api import UNPACKED, routed_experts
-from k3jax.ops.experts.packing import PackedExperts, check_layout, packed_infos
+from k3jax.ops.experts.packing import infos_of
 from k3jax.ops.rounding import to_bfloat16
 from k3jax.ops.router.api import route
 from k3jax.ops.shared_expert.reference import shared_expert
@@ -61,7 +61,7 @@ def moe_layer(
         TypeError: a dtype is wrong.
         ValueError: a shape, the mesh, or the plan does not fit.
     """
-    packed = _packed_infos(params, config, parallel)
+    packed = infos_of(params.experts, config, parallel)
     check_params(params, config, packed)
     batch = x.shape[:-1]
     inputs = _fold_tokens(
@@ -96,7 +96,7 @@ def _moe_sharded(
     tokens = parallel.tokens_spec
     specs = {name: tokens() if array.ndim == 1 else tokens(None) for name, array in inputs.items()}
     columns = parallel.axis if plan.output == "scattered" else None
-    packed = _packed_infos(params, config, parallel)
+    packed = infos_of(params.experts, config, parallel)
     weights = param_specs(config, parallel.axis, packed)
     # The fused tail gives every rank the same rows, which JAX cannot see in a custom call.
     known = plan.tail.tier != TailTier.TAIL_FUSION
@@ -155,17 +155,6 @@ def _moe_local(
 def _linear(x: jax.Array, weight: jax.Array) -> jax.Array:
     out = jnp.einsum("tk,mk->tm", x, weight, preferred_element_type=jnp.float32)
     return to_bfloat16(out)
-
-
-def _packed_infos(
-    params: MoEParams, config: MoEConfig, parallel: Parallel | None
-) -> PackedExperts | None:
-    """What experts in kernel order have to look like; None for the checkpoint's order."""
-    if not isinstance(params.experts, PackedExperts):
-        return None
-    tp = parallel.tp if parallel else 1
-    check_layout(params.experts, config.expert_intermediate_size // tp)
-    return packed_infos(config, tp)
 
 
 def _fold_tokens(

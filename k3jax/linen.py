@@ -11,6 +11,7 @@ from flax import linen as nn
 
 from k3jax.config import MoEConfig
 from k3jax.layer import moe_layer
+from k3jax.ops.experts.packing import PackedExperts, infos_of
 from k3jax.parallel import Parallel
 from k3jax.params import MoEParams, ParamInfo, as_dict, from_dict, init_part, param_infos
 from k3jax.plan import LayerPlan
@@ -55,8 +56,13 @@ class KimiK3MoE(nn.Module):
         """
         parts = vars(param_infos(self.config)).items()
         held = {name: self._held(name, part) for name, part in parts if part is not None}
+        experts = None
+        if "w1" not in held["experts"]:  # kernel order, under its tag
+            ((layout, packed),) = held["experts"].items()
+            experts = infos_of(PackedExperts(**packed, layout=layout), self.config, self.parallel)
+            held["experts"] = packed
         return moe_layer(
-            from_dict(self.config, held),
+            from_dict(self.config, held, experts),
             x,
             config=self.config,
             parallel=self.parallel,
@@ -83,6 +89,11 @@ class KimiK3MoE(nn.Module):
 
 
 def variables_of(params: MoEParams) -> dict[str, Any]:
-    """The variables of a `KimiK3MoE` that holds `params`, for `apply`."""
+    """The variables of a `KimiK3MoE` that holds `params`, for `apply`.
+
+    Experts in kernel order (`prepare_params`) are under the tag of their order.
+    """
     parts = as_dict(params)
+    if isinstance(params.experts, PackedExperts):
+        parts["experts"] = {params.experts.layout: parts["experts"]}
     return {MXFP4_COLLECTION: {"experts": parts.pop("experts")}, "params": parts}

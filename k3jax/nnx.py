@@ -10,6 +10,7 @@ from flax import nnx
 
 from k3jax.config import MoEConfig
 from k3jax.layer import moe_layer
+from k3jax.ops.experts.packing import infos_of, packed_infos
 from k3jax.parallel import Parallel
 from k3jax.params import MoEParams, ParamInfo, as_dict, check_params, init_params, map_infos
 from k3jax.plan import LayerPlan
@@ -47,6 +48,7 @@ class KimiK3MoE(nnx.Module):
         """
         self.config = config
         self.parallel = parallel
+        self.packed = False
 
         def variable(info: ParamInfo, value: jax.Array) -> nnx.Variable:
             kind = Mxfp4Variable if info.dtype == jnp.uint8 else nnx.Param
@@ -66,6 +68,8 @@ class KimiK3MoE(nnx.Module):
     ) -> Self:
         """A module that holds `params`, for instance loaded ones; shards in place are not copied.
 
+        Experts in kernel order (`prepare_params`) are held as `experts.gate_up` and `experts.down`.
+
         Args:
             config: shapes and constants that `params` must fit.
             params: the arrays.
@@ -76,7 +80,8 @@ class KimiK3MoE(nnx.Module):
             TypeError: a dtype of `params` does not fit.
             ValueError: the structure or a shape of `params` does not fit.
         """
-        check_params(params, config)
+        experts = infos_of(params.experts, config, parallel)
+        check_params(params, config, experts)
         module = nnx.eval_shape(
             lambda: cls(config, rngs=nnx.Rngs(0), parallel=parallel, logical_axis=logical_axis)
         )
@@ -86,14 +91,28 @@ class KimiK3MoE(nnx.Module):
             def place(info: ParamInfo, array: jax.Array) -> jax.Array:
                 return jax.device_put(array, parallel.sharding(info.spec(axis)))
 
-            params = map_infos(place, config, params)
+            params = map_infos(place, config, params, experts=experts)
+        if experts is not None:
+            module.packed = True
+            held = {
+                name: Mxfp4Variable(
+                    getattr(params.experts, name), **_partition(info, parallel, logical_axis)
+                )
+                for name, info in as_dict(experts).items()
+            }
+            setattr(module, "experts", nnx.Dict(held))  # noqa: B010 (set by name in __init__)
         nnx.update(module, as_dict(params))
         return module
 
     @property
     def params(self) -> MoEParams:
         """The arrays, as `moe_layer` takes them."""
-        return map_infos(lambda info: attrgetter(info.name)(self).get_value(), self.config)
+        tp = self.parallel.tp if self.parallel else 1
+        return map_infos(
+            lambda info: attrgetter(info.name)(self).get_value(),
+            self.config,
+            experts=packed_infos(self.config, tp) if self.packed else None,
+        )
 
     def __call__(
         self,

@@ -1,7 +1,7 @@
 """Parameters of one MoE layer, as a pytree that carries the checkpoint's names."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import reduce
 from operator import getitem
 from typing import Any
@@ -184,20 +184,23 @@ def init_part[Part](infos: Part, key: jax.Array) -> Part:
     return jax.tree.unflatten(tree, [_init(n, k) for n, k in zip(nodes, keys, strict=True)])
 
 
-_NODES = (MoEParams, GateParams, ExpertParams, SharedExpertParams, Mxfp4Array)
-
-
 def as_dict(part: Any) -> Any:
-    """A part of `MoEParams` as nested dicts keyed by field, without what is None."""
-    if not isinstance(part, _NODES):
+    """A part of `MoEParams` as nested dicts keyed by field, without what is None.
+
+    Static fields, such as the tag of experts in kernel order, are not part of it.
+    """
+    ours = is_dataclass(part) and type(part).__module__.startswith("k3jax.")
+    if not ours or jax.tree_util.all_leaves([part]):
         return part
-    children = {field.name: getattr(part, field.name) for field in fields(part)}
+    children = {f.name: getattr(part, f.name) for f in fields(part) if not f.metadata.get("static")}
     return {name: as_dict(child) for name, child in children.items() if child is not None}
 
 
-def from_dict(config: MoEConfig, tree: Mapping[str, Any]) -> MoEParams:
-    """The inverse of `as_dict` for the whole of `MoEParams`."""
-    return map_infos(lambda info: reduce(getitem, info.name.split("."), tree), config)
+def from_dict(config: MoEConfig, tree: Mapping[str, Any], experts: Any = None) -> MoEParams:
+    """The inverse of `as_dict` for the whole of `MoEParams`; `experts` as in `param_infos`."""
+    return map_infos(
+        lambda info: reduce(getitem, info.name.split("."), tree), config, experts=experts
+    )
 
 
 def _init(node: ParamInfo | Mxfp4Array, key: jax.Array) -> jax.Array | Mxfp4Array:

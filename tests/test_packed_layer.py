@@ -6,9 +6,13 @@ import functools
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from k3jax.config import MoEConfig
 from k3jax.layer import moe_layer
+from k3jax.linen import KimiK3MoE as linen_module  # noqa: N813
+from k3jax.linen import variables_of
+from k3jax.nnx import KimiK3MoE as nnx_module  # noqa: N813
 from k3jax.ops.experts.api import prepare_params
 from k3jax.ops.experts.packing import PackedExperts, pack_params, unpack_experts
 from k3jax.plan import plan_layer
@@ -119,3 +123,30 @@ def test_experts_left_in_the_wrong_order_are_a_warning(caplog):
     assert (
         "experts run in XLA on h200: the experts are in the checkpoint's order" in warning.message
     )
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+def test_flax_modules_hold_kernel_order(tp):
+    parallel, params = parameters(tp)
+    packed = pack_params(params, CONFIG, parallel)
+    x = tokens_of(5, CONFIG.hidden_size)
+    want = bits(run(params, x, parallel))
+    module = nnx_module.from_params(CONFIG, packed, parallel)
+    graph, state = nnx.split(module)
+    assert set(state["experts"]) == {"gate_up", "down"}
+    got = jax.jit(lambda state, x: nnx.merge(graph, state)(x))(state, x)
+    np.testing.assert_array_equal(bits(got), want)
+    linen = linen_module(CONFIG, parallel=parallel)
+    got = jax.jit(linen.apply)(variables_of(packed), x)
+    np.testing.assert_array_equal(bits(got), want)
+
+
+def test_flax_modules_refuse_experts_packed_for_other_ranks():
+    parallel, params = parameters(8)
+    packed = pack_params(params, CONFIG, parallel)
+    with pytest.raises(ValueError, match="packed for another number of ranks"):
+        nnx_module.from_params(CONFIG, packed, parallel_of(2))
+    with pytest.raises(ValueError, match="packed for another number of ranks"):
+        linen_module(CONFIG, parallel=parallel_of(2)).apply(
+            variables_of(packed), tokens_of(3, CONFIG.hidden_size)
+        )

@@ -103,6 +103,21 @@ def chunk_groups(num_chunks: int) -> tuple[int, ...]:
     return (GROUP_CHUNKS,) * whole + tuple(size for size in (2, 1) if rest & size)
 
 
+def infos_of(
+    experts: ExpertParams | PackedExperts, config: MoEConfig, parallel: Parallel | None
+) -> PackedExperts | None:
+    """The infos of experts in kernel order for the ranks of `parallel`; None for checkpoint order.
+
+    Raises:
+        ValueError: they were packed for another number of ranks, or by another version.
+    """
+    if not isinstance(experts, PackedExperts):
+        return None
+    tp = parallel.tp if parallel else 1
+    check_layout(experts, config.expert_intermediate_size // tp)
+    return packed_infos(config, tp)
+
+
 def order_refusal(config: MoEConfig, tp: int, target: Target) -> str | None:
     """Why no kernel that reads this order can run, or None."""
     inner, latent = config.expert_intermediate_size // tp, config.latent_size
