@@ -17,11 +17,10 @@ from k3jax.ops.experts.packing import pack_experts
 from k3jax.runtime.compile import compile_kernel
 from k3jax.runtime.sass import inspect_cubin
 from k3jax.runtime.target import Target
-from tests import oracle
 from tests.emulator import run_program
-from tests.ops.test_expert_kernels import SMALL, Case, choose, target, with_scale
+from tests.ops.test_expert_kernels import SMALL, Case, ExpertSuite, choose, target
 from tests.ops.test_expert_kernels import case as decode_case
-from tests.support import ONE_OP, bits
+from tests.support import bits
 
 K3 = MoEConfig.kimi_k3()
 H200 = Target.named("h200")
@@ -94,14 +93,6 @@ def test_every_route_dropped():
     assert not case(3, np.full((3, 4), -1, np.int32)).run().astype(np.float32).any()
 
 
-def test_without_cap_of_the_linear_branch():
-    one = case(2, config=dataclasses.replace(SMALL, situ_linear_beta=None))
-    want = oracle.experts(
-        one.z.astype(np.float64), one.ids, one.weights, one.bank, linear_beta=None
-    )
-    assert oracle.relative_error(one.run(), want) < ONE_OP
-
-
 @pytest.mark.parametrize(("scales", "power"), [((0, 8), 112), ((124, 132), 0), ((244, 253), -118)])
 def test_scales_of_every_size(scales, power):
     """Scales down to subnormal weights and up to the largest, with z that brings sums back to 1."""
@@ -113,27 +104,6 @@ def test_scales_of_every_size(scales, power):
         one.params, w2=dataclasses.replace(one.params.w2, scale=jnp.asarray(down))
     )
     one.check(weighted=False)
-
-
-def test_nan_of_an_expert_reaches_only_its_routes():
-    one = case(3)
-    one.ids[:] = [[0, 1, 2, 3], [4, 1, 2, 3], [0, 1, 2, 6]]
-    clean = one.run(weighted=False).astype(np.float32)
-    one.params = with_scale(with_scale(one.params, 4, 255), 7, 255)
-    got = one.run(weighted=False).astype(np.float32)
-    assert np.isnan(got[1, 0]).all()
-    clean[1, 0] = got[1, 0] = 0
-    np.testing.assert_array_equal(got, clean)
-
-
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_nan_of_a_token_stays_in_its_output(poison):
-    one = case(10, np.tile(np.int32([0, 1, 2, 3]), (10, 1)))
-    clean = one.run()
-    one.z[2, 5] = poison
-    got = one.run()
-    assert np.isnan(got[2].astype(np.float32)).any()
-    np.testing.assert_array_equal(bits(np.delete(got, 2, 0)), bits(np.delete(clean, 2, 0)))
 
 
 def test_a_token_does_not_depend_on_the_others():
@@ -244,3 +214,7 @@ def test_other_architectures_are_refused_and_not_listed(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "sm_90a" in out
     assert "sm_100a" not in out
+
+
+class TestGrouped(ExpertSuite):
+    case = staticmethod(case)

@@ -149,15 +149,6 @@ def test_many_experts_of_a_narrow_latent():
     case(2, config=config).check()
 
 
-def test_without_cap_of_the_linear_branch():
-    config = dataclasses.replace(SMALL, situ_linear_beta=None)
-    one = case(2, config=config)
-    want = oracle.experts(
-        one.z.astype(np.float64), one.ids, one.weights, one.bank, linear_beta=None
-    )
-    assert oracle.relative_error(one.run(), want) < ONE_OP
-
-
 @pytest.mark.parametrize(
     ("scales", "power"), [((0, 8), 112), ((124, 132), 0), ((225, 233), -112), ((244, 253), -118)]
 )
@@ -179,27 +170,6 @@ def with_scale(params, expert, byte):
         return x.at[expert].set(np.uint8(byte)) if is_scale else x
 
     return jax.tree_util.tree_map_with_path(fill, params)
-
-
-def test_nan_of_an_expert_reaches_only_its_routes():
-    one = case(3)
-    one.ids[:] = [[0, 1, 2, 3], [4, 1, 2, 3], [0, 1, 2, 6]]
-    clean = one.run(weighted=False).astype(np.float32)
-    one.params = with_scale(with_scale(one.params, 4, 255), 7, 255)
-    got = one.run(weighted=False).astype(np.float32)
-    assert np.isnan(got[1, 0]).all()
-    clean[1, 0] = got[1, 0] = 0
-    np.testing.assert_array_equal(got, clean)
-
-
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_nan_of_a_token_stays_in_its_output(poison):
-    one = case(4, np.tile(np.int32([0, 1, 2, 3]), (4, 1)))
-    clean = one.run()
-    one.z[2, 5] = poison
-    got = one.run()
-    assert np.isnan(got[2].astype(np.float32)).any()
-    np.testing.assert_array_equal(bits(np.delete(got, 2, 0)), bits(np.delete(clean, 2, 0)))
 
 
 def test_a_token_does_not_depend_on_the_others():
@@ -263,3 +233,38 @@ def test_refusals_say_why(change, tokens, kind, reason):
     assert reason in decode.refusal(config, tokens, 1, Target.named(kind))
     with pytest.raises(NotImplementedError, match=r"experts='decode': .*use experts='xla'"):
         decode.decode_program(config, tokens, 1, Target.named(kind))
+
+
+class ExpertSuite:
+    """What every kernel of the experts must hold; `case` makes its operands."""
+
+    def test_without_cap_of_the_linear_branch(self):
+        config = dataclasses.replace(SMALL, situ_linear_beta=None)
+        one = self.case(2, config=config)
+        want = oracle.experts(
+            one.z.astype(np.float64), one.ids, one.weights, one.bank, linear_beta=None
+        )
+        assert oracle.relative_error(one.run(), want) < ONE_OP
+
+    def test_nan_of_an_expert_reaches_only_its_routes(self):
+        one = self.case(3)
+        one.ids[:] = [[0, 1, 2, 3], [4, 1, 2, 3], [0, 1, 2, 6]]
+        clean = one.run(weighted=False).astype(np.float32)
+        one.params = with_scale(with_scale(one.params, 4, 255), 7, 255)
+        got = one.run(weighted=False).astype(np.float32)
+        assert np.isnan(got[1, 0]).all()
+        clean[1, 0] = got[1, 0] = 0
+        np.testing.assert_array_equal(got, clean)
+
+    @pytest.mark.parametrize("poison", [np.nan, np.inf])
+    def test_nan_of_a_token_stays_in_its_output(self, poison):
+        one = self.case(4, np.tile(np.int32([0, 1, 2, 3]), (4, 1)))
+        clean = one.run()
+        one.z[2, 5] = poison
+        got = one.run()
+        assert np.isnan(got[2].astype(np.float32)).any()
+        np.testing.assert_array_equal(bits(np.delete(got, 2, 0)), bits(np.delete(clean, 2, 0)))
+
+
+class TestDecode(ExpertSuite):
+    case = staticmethod(case)
