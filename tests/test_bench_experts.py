@@ -4,11 +4,13 @@ import argparse
 import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import k3jax.bench.experts as bench
-from k3jax.bench import bandwidth
+from k3jax.bench import bandwidth, peers, timing
 from k3jax.config import MoEConfig
 from k3jax.runtime.target import Target
 
@@ -26,9 +28,9 @@ SMALL = MoEConfig(
 def small(monkeypatch):
     target = dataclasses.replace(Target.named("cpu"), read_bytes_per_second=1e10)
     monkeypatch.setattr(bench, "_CONFIG", SMALL)
-    monkeypatch.setattr(bench, "PAIRS", 1)
-    monkeypatch.setattr(bench, "CHAINS", (1, 3))
+    monkeypatch.setattr(bench, "CHAIN_CALLS", (2, 2))
     monkeypatch.setattr(bench.Target, "current", lambda: target)
+    monkeypatch.setattr(timing, "PAIRS", 1)
 
 
 def run(*arguments):
@@ -37,32 +39,85 @@ def run(*arguments):
     return bench.run(parser.parse_args(["--tp", "2", "--tokens", "1,3", *arguments]))
 
 
+def doubled(function):
+    return lambda *args, **options: function(*args, **options) * 2
+
+
 def test_tables_and_json(tmp_path, capsys):
     file = tmp_path / "rows.json"
-    assert run("--json", str(file)) == 0
-    rows = json.loads(file.read_text())["rows"]
-    cases = [(row["routing"], row["num_tokens"]) for row in rows]
+    assert run("--no-peers", "--json", str(file)) == 0
+    facts = json.loads(file.read_text())
+    assert facts["read_bytes_per_second"] == 1e10
+    cases = [(row["routing"], row["num_tokens"]) for row in facts["rows"]]
     assert cases == [(r, t) for r in bench.ROUTINGS for t in (1, 3)]
-    for row in rows:
+    for row in facts["rows"]:
         share = 3 * 512 * 64 * (1 / 2 + 1 / 32)
         assert row["floor"] == pytest.approx(1e6 * row["distinct"] * share / 1e10)
-        assert row["ratio"] == pytest.approx(row["ours"] / row["floor"])
         assert row["num_tokens"] * 4 >= row["distinct"] >= 4
-    assert capsys.readouterr().out.count("one rank of TP=2") == 2
+        assert bench.Row(**row).ratio == row["ours"] / row["floor"]
+    printed = capsys.readouterr().out
+    assert printed.count("one rank of TP=2") == 2
+
+    picture = tmp_path / "rows.png"
+    assert run("--load", str(file), "--plot", str(picture)) == 0
+    again = capsys.readouterr().out
+    assert again.splitlines()[1:] == printed.splitlines()[2:]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_peers_are_checked_too(monkeypatch, capsys):
+    """XLA's two are right; the third compiles for GPUs only, and the table goes on without it."""
+    monkeypatch.setattr(peers, "_ragged_dot", doubled(peers._ragged_dot))
+    assert run("--routing", "uniform", "--tokens", "3") == 0
+    printed = capsys.readouterr()
+    assert "peer ragged_dot is dropped: ragged_dot with 3 tokens" in printed.err
+    assert "peer mosaic is dropped" in printed.err
+    heading, line = printed.out.splitlines()[-2:]
+    assert heading.split()[-4:-1] == ["xla", "ragged_dot", "mosaic"]
+    assert len(line.split()) == 7  # a time for the XLA tier alone
+
+
+def test_peers_compute_the_experts():
+    experts = jax.jit(bench.pack_experts)(bench.random_experts(SMALL, 2, jax.random.key(0)))
+    case = bench.Bench(2, Target.current(), 1e10, 0, experts)
+    case.peers += [p for p in peers.peers(experts, SMALL, print) if p.name != "mosaic"]
+    row = case.measure(5, "uniform")
+    assert set(row.peers) == {"xla", "ragged_dot"}
+    assert min(row.peers.values()) > 0
+
+
+def test_a_peer_that_is_not_installed_is_absent(monkeypatch):
+    said = []
+    monkeypatch.setattr(peers, "MOSAIC_MODULE", "jax.not_there")
+    experts = jax.jit(bench.pack_experts)(bench.random_experts(SMALL, 2, jax.random.key(0)))
+    names = [peer.name for peer in peers.peers(experts, SMALL, said.append)]
+    assert names == ["xla", "ragged_dot"]
+    assert said == ["peer mosaic is absent: No module named 'jax.not_there'"]
 
 
 def test_no_time_for_a_wrong_output(monkeypatch, capsys):
     right = bench.routed_experts
-    monkeypatch.setattr(
-        bench, "routed_experts", lambda *args, **options: right(*args, **options) * 2
-    )
+    monkeypatch.setattr(bench, "routed_experts", doubled(right))
     monkeypatch.setattr(
         bench, "_reference", lambda *args: right(*args, config=SMALL, tier=bench.ExpertsTier.XLA)
     )
-    assert run("--routing", "uniform") == 1
+    assert run("--routing", "uniform", "--no-peers") == 1
     printed = capsys.readouterr()
     assert printed.err.count("no time is printed") == 2
-    assert printed.out.splitlines()[-1] == bench._HEADING
+    assert printed.out.splitlines()[-1] == bench._heading([])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_value_that_is_not_finite_is_wrong_wherever_it_is(value):
+    experts = jax.jit(bench.pack_experts)(bench.random_experts(SMALL, 2, jax.random.key(0)))
+    case = bench.Bench(2, Target.current(), 1e10, 0, experts)
+    rng = np.random.default_rng()
+    ids, weights = bench.draw_routes(rng, 64, "uniform")
+    z = jnp.asarray(rng.standard_normal((64, 512)), jnp.bfloat16)
+    out = bench._reference(z, ids, weights, experts)
+    assert case._error(z, ids, weights, out, rng) == 0
+    assert np.isnan(case._error(z, ids, weights, out.at[63, 511].set(value), rng))
+    assert case._error(z, ids, weights, out.at[:, 7].set(40), rng) > bench.LIMIT
 
 
 def test_zipf_is_skewed_and_draws_no_expert_twice():
@@ -79,16 +134,23 @@ def test_a_card_without_a_known_bandwidth_is_measured(monkeypatch, capsys):
     target = dataclasses.replace(Target.named("b200"), read_bytes_per_second=None)
     monkeypatch.setattr(bench.Target, "current", lambda: target)
     monkeypatch.setattr(bench, "measure_read_bandwidth", lambda: 7.5e12)
-    arguments = argparse.Namespace(tp=(), tokens=(), routing=None, seed=0, json=None, plot=None)
+    arguments = argparse.Namespace(
+        tp=(), tokens=(), routing=None, seed=0, json=None, plot=None, load=None, no_peers=True
+    )
     assert bench.run(arguments) == 0
     assert "floors by 7.50 TB/s" in capsys.readouterr().out
 
 
-def test_bandwidth_leaves_out_what_a_dispatch_costs(monkeypatch):
-    """On a clock where each run costs 3 s and each read in it 1 s."""
-    ticks = iter([0, 13] + [0, 13, 0, 5] * 5)
-    monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: next(ticks))
-    assert bandwidth.measure_read_bandwidth(1 << 20) == 1 << 20
+def test_what_a_dispatch_costs_is_left_out(monkeypatch):
+    """On a clock where each measurement costs 3 s and each run in it 1 s."""
+    ticks = iter([0, 9, 0, 9, 0, 5])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(ticks))
+    assert timing.device_seconds(lambda: jnp.zeros(())) == 1
+
+
+def test_bandwidth_is_bytes_over_seconds(monkeypatch):
+    monkeypatch.setattr(bandwidth, "device_seconds", lambda start: 0.5)
+    assert bandwidth.measure_read_bandwidth(1 << 20) == 1 << 21
 
 
 def test_without_kernels_there_is_nothing_to_time(monkeypatch):

@@ -3,21 +3,21 @@
 One rank's share of the routed experts: both products, SiTU and the weighted sum, routing given. The
 floor is the MXFP4 bytes of the experts that are chosen, over the card's measured read bandwidth.
 
-Every call of a chain has routes of its own, so that its weights are not in L2 from the call before.
-A chain is one jitted program of independent calls; the time of a call is the difference between a
-long and a short chain over the difference in length, which leaves out what a dispatch costs, as the
-median of several pairs. A time is printed only once every timed call's output was compared with the
-plain XLA implementation of the same numbers, on some of its tokens.
+A chain is one jitted program of independent calls. Every call has routes of its own, and a chain
+reads many times what L2 holds, so that no weights are left there from an earlier call. Chains are
+queued one behind another, which leaves out what dispatching costs. A time is printed only once
+every call's output was compared with the plain XLA implementation of the same numbers, on some of
+its tokens; peers too are held to that.
 """
 
 import argparse
 import dataclasses
+import datetime
 import functools
 import json
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from k3jax.bench.bandwidth import measure_read_bandwidth
+from k3jax.bench.peers import Implementation, peers
+from k3jax.bench.timing import device_seconds
 from k3jax.cli.arguments import integers
 from k3jax.config import MXFP4_GROUP_SIZE, MoEConfig
 from k3jax.ops.experts.api import ExpertsTier, routed_experts
@@ -40,10 +42,11 @@ ROUTINGS = ("uniform", "zipf")
 LIMIT = 3e-3
 """Largest relative L2 error: half a bf16 ulp of the output, and roundings that flip inside."""
 CHECKED_TOKENS = 4
-XLA_TOKENS = 32
-"""Most tokens for which the XLA implementation is timed: past it a call takes milliseconds."""
-CHAINS = 4, 12
-PAIRS = 7
+CHAIN_SECONDS = 2e-3
+"""How long a chain should keep the device busy, several times what dispatching it takes."""
+CHAIN_CALLS = 8, 48
+"""Fewest and most calls of a chain."""
+PEER_CALLS = 4
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,8 @@ class Row:
         tier: implementation.
         floor: least time that reading these experts takes.
         ours: of the implementation that the plan takes.
-        xla: of the plain XLA implementation, where it was timed.
-        error: largest relative L2 error of a timed output.
+        error: largest relative L2 error of an output of ours.
+        peers: of what else was timed, by name.
     """
 
     routing: str
@@ -69,8 +72,8 @@ class Row:
     tier: str
     floor: float
     ours: float
-    xla: float | None
     error: float
+    peers: dict[str, float]
 
     @property
     def ratio(self) -> float:
@@ -78,114 +81,182 @@ class Row:
         return self.ours / self.floor
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what the benchmark takes."""
-    parser.add_argument("--tokens", type=integers, default=TOKENS, help="token counts, 1,8,64")
-    parser.add_argument("--tp", type=integers, default=TENSOR_PARALLEL, help="ranks, 8,16,2")
-    parser.add_argument("--routing", choices=ROUTINGS, action="append", help="default: both")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    parser.add_argument("--plot", type=Path, help="also draw time over floor into this PNG")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Prints a table for each routing and tensor-parallel size; status 1 if an output is wrong."""
-    target = Target.current()
-    bandwidth = target.read_bytes_per_second
-    if bandwidth is None:
-        if target.arch is None:
-            raise NotImplementedError(f"{target.kind!r} has no kernels to time: run it on a GPU")
-        bandwidth = measure_read_bandwidth()
-    print(f"floors by {bandwidth / 1e12:.2f} TB/s")
-    rows, wrong = [], []
-    for tp in args.tp:
-        experts = jax.jit(pack_experts)(random_experts(_CONFIG, tp, jax.random.key(args.seed)))
-        for routing in args.routing or ROUTINGS:
-            print(f"\n{target.kind}, one rank of TP={tp}, {routing} routing\n{_HEADING}")
-            for num_tokens in args.tokens:
-                try:
-                    rows.append(
-                        measure(num_tokens, tp, routing, experts, target, bandwidth, args.seed)
-                    )
-                except WrongOutputError as error:
-                    wrong.append(str(error))
-                    print(f"{num_tokens:6d}  {error}", file=sys.stderr)
-                else:
-                    print(_line(rows[-1]), flush=True)
-    if args.json:
-        facts = [dataclasses.asdict(row) | {"ratio": row.ratio} for row in rows]
-        args.json.write_text(json.dumps({"target": target.kind, "rows": facts}, indent=2))
-    if args.plot:
-        draw(rows, args.plot)
-    return 1 if wrong else 0
-
-
 class WrongOutputError(Exception):
-    """A timed output is not that of the XLA implementation."""
+    """An output is not that of the XLA implementation."""
 
 
 _CONFIG = MoEConfig.kimi_k3()
 
 
-def measure(
-    num_tokens: int,
-    tp: int,
-    routing: str,
-    experts: PackedExperts,
-    target: Target,
-    bandwidth: float,
-    seed: int,
-) -> Row:
-    """Times one case; `bandwidth` is what the floor is computed with, in bytes per second.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what the benchmark takes."""
+    parser.add_argument("--tokens", type=integers, default=TOKENS, help="token counts, 1,8,64")
+    parser.add_argument("--tp", type=integers, default=TENSOR_PARALLEL, help="ranks, 8,16,2")
+    parser.add_argument("--routing", choices=ROUTINGS, action="append", help="default: both")
+    parser.add_argument("--no-peers", action="store_true", help="time this library alone")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--plot", type=Path, help="also draw the rows into this PNG")
+    parser.add_argument("--load", type=Path, help="print and draw this JSON instead of timing")
 
-    Raises:
-        WrongOutputError: an output that was timed is wrong.
+
+def run(args: argparse.Namespace) -> int:
+    """Prints a table for each routing and tensor-parallel size; status 1 if an output is wrong."""
+    if args.load:
+        facts = json.loads(args.load.read_text())
+        rows, wrong = [Row(**row) for row in facts["rows"]], False
+        print(table(rows))
+    else:
+        target = Target.current()
+        bandwidth = target.read_bytes_per_second
+        if bandwidth is None:
+            if target.arch is None:
+                raise NotImplementedError(f"{target.kind!r} has no kernels to time: use a GPU")
+            bandwidth = measure_read_bandwidth()
+        print(f"{target.kind}, floors by {bandwidth / 1e12:.2f} TB/s")
+        rows, wrong = _time_all(args, target, bandwidth)
+        facts = {
+            "device": jax.devices()[0].device_kind,
+            "date": datetime.date.today().isoformat(),
+            "jax": jax.__version__,
+            "read_bytes_per_second": bandwidth,
+            "rows": [dataclasses.asdict(row) for row in rows],
+        }
+    if args.json:
+        args.json.write_text(json.dumps(facts, indent=1) + "\n")
+    if args.plot:
+        from k3jax.bench.plot import draw
+
+        draw(rows, facts["device"], args.plot)
+    return 1 if wrong else 0
+
+
+def _time_all(args, target: Target, bandwidth: float) -> tuple[list[Row], bool]:
+    rows, wrong = [], False
+    for tp in args.tp:
+        experts = jax.jit(pack_experts)(random_experts(_CONFIG, tp, jax.random.key(args.seed)))
+        bench = Bench(tp, target, bandwidth, args.seed, experts)
+        if not args.no_peers:
+            bench.peers += peers(experts, _CONFIG, print)
+        for routing in args.routing or ROUTINGS:
+            print(f"\n{_title(routing, tp)}\n{_heading([p.name for p in bench.peers])}")
+            for num_tokens in args.tokens:
+                try:
+                    row = bench.measure(num_tokens, routing)
+                except WrongOutputError as error:
+                    wrong = True
+                    print(f"{num_tokens:6d}  {error}", file=sys.stderr)
+                else:
+                    rows.append(row)
+                    print(_line(row, [peer.name for peer in bench.peers]), flush=True)
+        del experts, bench  # they may take half of the memory
+    return rows, wrong
+
+
+@dataclass
+class Bench:
+    """What the rows of one tensor-parallel size share.
+
+    Attributes:
+        tp: ranks that share the experts.
+        target: the device.
+        bandwidth: what floors are computed with, in bytes per second.
+        seed: of routes and tokens.
+        experts: one rank's share.
+        peers: what else to time. One that fails is dropped.
+        tiers: ours, by tier; both routings share a compiled chain.
     """
-    plan = plan_layer(_CONFIG, num_tokens, tp=tp, target=target, packed=True)
-    tier = plan.experts.tier
-    rng = np.random.default_rng([seed, num_tokens, tp, ROUTINGS.index(routing)])
-    routes = [draw_routes(rng, num_tokens, routing) for _ in range(CHAINS[1])]
-    z = jnp.asarray(rng.standard_normal((num_tokens, _CONFIG.latent_size)), jnp.bfloat16)
 
-    def run(tier):
-        return time_chain(
-            functools.partial(routed_experts, config=_CONFIG, tier=tier, tp=tp, target=target),
-            z,
-            routes,
-            experts,
+    tp: int
+    target: Target
+    bandwidth: float
+    seed: int
+    experts: PackedExperts
+    peers: list[Implementation] = dataclasses.field(default_factory=list)
+    tiers: dict[ExpertsTier, Implementation] = dataclasses.field(default_factory=dict)
+
+    def measure(self, num_tokens: int, routing: str) -> Row:
+        """Times one case.
+
+        Raises:
+            WrongOutputError: an output of ours is wrong.
+        """
+        rng = np.random.default_rng([self.seed, num_tokens, self.tp, ROUTINGS.index(routing)])
+        plan = plan_layer(_CONFIG, num_tokens, tp=self.tp, target=self.target, packed=True)
+        most = min(num_tokens * _CONFIG.experts_per_token, _CONFIG.num_experts)
+        fewest_calls, most_calls = CHAIN_CALLS
+        calls = min(max(int(CHAIN_SECONDS / self._floor(most)), fewest_calls), most_calls)
+        routes = [draw_routes(rng, num_tokens, routing) for _ in range(calls)]
+        z = jnp.asarray(rng.standard_normal((num_tokens, _CONFIG.latent_size)), jnp.bfloat16)
+
+        seconds, error = self._time(self._ours(plan.experts.tier), z, routes, rng)
+        distinct = statistics.mean(len(np.unique(ids)) for ids, _ in routes)
+        return Row(
+            routing=routing,
+            tp=self.tp,
+            num_tokens=num_tokens,
+            distinct=distinct,
+            tier=str(plan.experts.tier),
+            floor=1e6 * self._floor(distinct),
+            ours=1e6 * seconds,
+            error=error,
+            peers=self._time_peers(z, routes[:PEER_CALLS], rng),
         )
 
-    outputs, ours = run(tier)
-    error = max(
-        check(z, ids, weights, experts, out, rng)
-        for (ids, weights), out in zip(routes, outputs, strict=True)
-    )
-    if not error <= LIMIT:
-        raise WrongOutputError(
-            f"{tier} with {num_tokens} tokens, tp={tp}, {routing}: relative error {error:.1e} is "
-            f"past {LIMIT}; no time is printed"
+    def _floor(self, num_experts: float) -> float:
+        weights = 3 * _CONFIG.latent_size * _CONFIG.expert_intermediate_size // self.tp
+        expert_bytes = weights // 2 + weights // MXFP4_GROUP_SIZE
+        return num_experts * expert_bytes / self.bandwidth
+
+    def _ours(self, tier: ExpertsTier) -> Implementation:
+        if tier not in self.tiers:
+            call = functools.partial(
+                routed_experts, config=_CONFIG, tier=tier, tp=self.tp, target=self.target
+            )
+            self.tiers[tier] = Implementation(str(tier), call, self.experts, max(TOKENS))
+        return self.tiers[tier]
+
+    def _time_peers(self, z: jax.Array, routes: list, rng) -> dict[str, float]:
+        times = {}
+        for peer in list(self.peers):
+            if len(z) > peer.max_tokens:
+                continue
+            try:
+                times[peer.name] = 1e6 * self._time(peer, z, routes, rng)[0]
+            except Exception as error:  # whatever it is, it should not cost our table
+                print(f"peer {peer.name} is dropped: {error}", file=sys.stderr)
+                self.peers.remove(peer)
+        return times
+
+    def _time(
+        self, implementation: Implementation, z: jax.Array, routes: list, rng
+    ) -> tuple[float, float]:
+        """Seconds a call, and the largest error of its outputs."""
+        routes = jax.device_put(routes)
+        start = functools.partial(implementation.chain, z, routes, implementation.experts)
+        error = max(
+            self._error(z, ids, weights, out, rng)
+            for (ids, weights), out in zip(routes, start(), strict=True)
         )
-    xla = None
-    if num_tokens <= XLA_TOKENS and tier != ExpertsTier.XLA:
-        xla = run(ExpertsTier.XLA)[1]
-    distinct = statistics.mean(len(np.unique(ids)) for ids, _ in routes)
-    return Row(
-        routing,
-        tp,
-        num_tokens,
-        distinct,
-        str(tier),
-        1e6 * distinct * expert_bytes(tp) / bandwidth,
-        ours,
-        xla,
-        error,
-    )
+        if not error <= LIMIT:
+            raise WrongOutputError(
+                f"{implementation.name} with {len(z)} tokens, tp={self.tp}: relative error "
+                f"{error:.1e} is past {LIMIT}; no time is printed"
+            )
+        return device_seconds(start) / len(routes), error
+
+    def _error(self, z, ids, weights, out: jax.Array, rng) -> float:
+        """Relative L2 error of some tokens against the XLA implementation; NaN if any is NaN."""
+        some = rng.permutation(len(ids))[:CHECKED_TOKENS]
+        want = _reference(z[some], ids[some], weights[some], self.experts).astype(jnp.float32)
+        got = out[some].astype(jnp.float32)
+        finite = jnp.where(jnp.isfinite(out).all(), 1.0, jnp.nan)
+        return float(finite * jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
 
 
-def expert_bytes(tp: int) -> int:
-    """Bytes of one rank's share of one expert, scales included."""
-    weights = 3 * _CONFIG.latent_size * _CONFIG.expert_intermediate_size // tp
-    return weights // 2 + weights // MXFP4_GROUP_SIZE
+@jax.jit
+def _reference(z, ids, weights, experts):
+    return routed_experts(z, ids, weights, experts, config=_CONFIG, tier=ExpertsTier.XLA)
 
 
 def draw_routes(rng: np.random.Generator, num_tokens: int, routing: str):
@@ -199,77 +270,30 @@ def draw_routes(rng: np.random.Generator, num_tokens: int, routing: str):
     return ids, weights
 
 
-def time_chain(
-    call: Callable, z: jax.Array, routes: list, experts: PackedExperts
-) -> tuple[list[np.ndarray], float]:
-    """Outputs of a call on each of `routes`, and microseconds a call."""
-    once = jax.jit(call)  # traced once, however long the chain
-    chain = jax.jit(
-        lambda z, routes, experts: [once(z, ids, weights, experts) for ids, weights in routes]
-    )
-
-    def seconds(routes):
-        start = time.perf_counter()
-        jax.block_until_ready(chain(z, routes, experts))
-        return time.perf_counter() - start
-
-    long = jax.device_put(routes)
-    short = long[: CHAINS[0]]
-    outputs = [np.asarray(out, np.float32) for out in chain(z, long, experts)]
-    seconds(short)
-    extra = [seconds(long) - seconds(short) for _ in range(PAIRS)]
-    return outputs, 1e6 * statistics.median(extra) / (len(long) - len(short))
-
-
-def check(z, ids, weights, experts: PackedExperts, out: np.ndarray, rng) -> float:
-    """Relative L2 error of some tokens against the XLA implementation; inf if any is not finite."""
-    some = rng.permutation(len(ids))[:CHECKED_TOKENS]
-    if not np.isfinite(out).all():
-        return float("inf")
-    want = np.asarray(_reference(z[some], ids[some], weights[some], experts), np.float32)
-    return float(np.linalg.norm(out[some] - want) / np.linalg.norm(want))
-
-
-@jax.jit
-def _reference(z, ids, weights, experts):
-    return routed_experts(z, ids, weights, experts, config=_CONFIG, tier=ExpertsTier.XLA)
-
-
-_HEADING = "tokens  experts   floor us    ours us  ratio     xla us  tier"
-
-
-def _line(row: Row) -> str:
-    xla = f"{row.xla:10.1f}" if row.xla is not None else " " * 9 + "-"
-    return (
-        f"{row.num_tokens:6d}  {row.distinct:7.1f}  {row.floor:9.1f}  {row.ours:9.1f}  "
-        f"{row.ratio:5.2f} {xla}  {row.tier}"
-    )
-
-
-def draw(rows: list[Row], file: Path) -> None:
-    """Time over floor by token count, one line for each routing and tensor-parallel size.
-
-    Raises:
-        NotImplementedError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise NotImplementedError("--plot needs matplotlib: pip install k3jax[bench]") from error
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for label, line in _lines(rows):
-        axes.plot([r.num_tokens for r in line], [r.ratio for r in line], marker="o", label=label)
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("time over the time that reading the chosen experts takes")
-    axes.legend()
-    figure.savefig(file, dpi=150)
-
-
-def _lines(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
+def table(rows: list[Row]) -> str:
+    """All rows, under a heading for each routing and tensor-parallel size."""
+    lines = []
     for routing, tp in dict.fromkeys((row.routing, row.tp) for row in rows):
-        line = [row for row in rows if (row.routing, row.tp) == (routing, tp)]
-        yield f"TP={tp}, {routing}", line
+        part = [row for row in rows if (row.routing, row.tp) == (routing, tp)]
+        names = list(dict.fromkeys(name for row in part for name in row.peers))
+        lines += ["", _title(routing, tp), _heading(names), *(_line(row, names) for row in part)]
+    return "\n".join(lines)
+
+
+def _title(routing: str, tp: int) -> str:
+    return f"one rank of TP={tp}, {routing} routing, microseconds"
+
+
+def _heading(peers: Sequence[str]) -> str:
+    names = "".join(f"  {name:>10}" for name in peers)
+    return f"tokens  experts    floor     ours  ratio{names}  tier"
+
+
+def _line(row: Row, peers: Sequence[str]) -> str:
+    times = "".join(
+        f"  {row.peers[name]:10.1f}" if name in row.peers else " " * 11 + "-" for name in peers
+    )
+    return (
+        f"{row.num_tokens:6d}  {row.distinct:7.1f}  {row.floor:7.1f}  {row.ours:7.1f}  "
+        f"{row.ratio:5.2f}{times}  {row.tier}"
+    )

@@ -1,0 +1,130 @@
+"""What else runs the routed experts of one rank, for the benchmark to time beside ours.
+
+A peer is a function of the same arguments over weights of its own. One whose software is not
+installed is not in the list. The grouped products of JAX take bfloat16 weights, four times the
+bytes of MXFP4, and are given what they need: sorted rows, activation and weighted sum around them.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from k3jax.config import MoEConfig
+from k3jax.ops.activation import situ_glu
+from k3jax.ops.experts.api import ExpertsTier, routed_experts
+from k3jax.ops.experts.packing import PackedExperts
+from k3jax.ops.experts.reference import combine
+from k3jax.ops.rounding import to_bfloat16
+
+MOSAIC_MODULE = "jax.experimental.pallas.ops.gpu.ragged_dot_mgpu"
+MOSAIC_BLOCKS = {"block_m": 64, "block_n": 128, "block_k": 64}
+MOSAIC_PIPELINE = {"max_concurrent_steps": 4, "grid_block_n": 1}
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to run the routed experts.
+
+    Attributes:
+        name: heads its column.
+        call: (z, ids, weights, experts) -> the weighted sum, under `jax.jit`.
+        experts: its weights.
+        max_tokens: most tokens for which it is timed: where a call takes many milliseconds there
+            is nothing left to compare.
+    """
+
+    name: str
+    call: Callable[..., jax.Array]
+    experts: Any
+    max_tokens: int
+
+    @functools.cached_property
+    def chain(self) -> Callable[..., list[jax.Array]]:
+        """(z, routes, experts) -> the output of an independent call on each of the routes."""
+        once = jax.jit(self.call)  # traced once, however long the chain
+
+        def calls(z, routes, experts):
+            return [once(z, ids, weights, experts) for ids, weights in routes]
+
+        return jax.jit(calls)
+
+
+def peers(experts: PackedExperts, config: MoEConfig, say: Callable[[str], Any]) -> Iterator:
+    """Every peer that can be had; `say` is told about the others."""
+    call = functools.partial(routed_experts, config=config, tier=ExpertsTier.XLA)
+    yield Implementation("xla", call, experts, max_tokens=32)
+
+    products: list[tuple[str, Callable | None, int]] = [
+        ("ragged_dot", _ragged_dot, 128),
+        ("mosaic", _mosaic_product(say), 4096),
+    ]
+    dense = jax.jit(_dense)(experts)
+    for name, product, max_tokens in products:
+        if product is not None:
+            call = functools.partial(_grouped_experts, product=product, config=config)
+            yield Implementation(name, call, dense, max_tokens)
+
+
+def _mosaic_product(say: Callable[[str], Any]) -> Callable | None:
+    try:
+        ragged_dot = importlib.import_module(MOSAIC_MODULE).ragged_dot
+    except ImportError as error:
+        say(f"peer mosaic is absent: {error}")
+        return None
+
+    def product(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
+        missing = max(MOSAIC_BLOCKS["block_m"] - rows.shape[0], 0)
+        padded = jnp.pad(rows, ((0, missing), (0, 0)))  # it needs a block of rows
+        out = ragged_dot(
+            padded,
+            matrices,
+            group_sizes=sizes,
+            transpose_rhs=True,
+            **MOSAIC_BLOCKS,
+            **MOSAIC_PIPELINE,
+        )
+        return out[: rows.shape[0]]
+
+    return product
+
+
+def _ragged_dot(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
+    dimensions = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2,)), ((), ())),
+        lhs_ragged_dimensions=(0,),
+        rhs_group_dimensions=(0,),
+    )
+    return to_bfloat16(
+        lax.ragged_dot_general(
+            rows, matrices, sizes, dimensions, preferred_element_type=jnp.float32
+        )
+    )
+
+
+def _dense(experts: PackedExperts) -> tuple[jax.Array, jax.Array]:
+    """Bfloat16 gate and up [E, 2 I, L], and down [E, L, I]."""
+
+    def one(index):
+        w1, w3, w2 = (matrix.dequantize() for matrix in experts.expert(index))
+        return jnp.concatenate([w1, w3]), w2
+
+    return lax.map(one, jnp.arange(experts.gate_up.shape[0]))
+
+
+def _grouped_experts(z, ids, weights, dense, *, product: Callable, config: MoEConfig) -> jax.Array:
+    """The experts by two products of sorted rows [T * K, .] with matrices [E, N, .], as groups."""
+    gate_up, down = dense
+    flat = ids.reshape(-1)
+    order = jnp.argsort(flat)
+    sizes = jnp.bincount(flat, length=config.num_experts).astype(jnp.int32)
+    gate, up = jnp.split(product(z[order // ids.shape[1]], gate_up, sizes), 2, axis=1)
+    hidden = to_bfloat16(situ_glu(gate, up, config.situ_beta, config.situ_linear_beta))
+    sorted_rows = product(hidden, down, sizes)
+    rows = jnp.zeros_like(sorted_rows).at[order].set(sorted_rows)
+    return combine(rows.reshape(*ids.shape, -1), ids, weights)
