@@ -67,6 +67,11 @@ class Driver:
                    c.c_size_t(num_bytes))  # fmt: skip
         return data
 
+    def fill(self, address: int, byte: int, num_bytes: int) -> None:
+        """Sets device memory to one byte, in the order of the default stream."""
+        self._call("cuMemsetD8Async", c.c_uint64(address), c.c_ubyte(byte), c.c_size_t(num_bytes),
+                   None)  # fmt: skip
+
     def free(self, address: int) -> None:
         self._call("cuMemFree_v2", c.c_uint64(address))
 
