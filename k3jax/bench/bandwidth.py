@@ -4,6 +4,20 @@ import jax
 import jax.numpy as jnp
 
 from k3jax.bench.timing import device_seconds
+from k3jax.runtime.target import Target
+
+
+def read_bandwidth(target: Target) -> float:
+    """Bytes per second that floors are computed with: what is known of a card, or measured now.
+
+    Raises:
+        NotImplementedError: the device has no kernels to time.
+    """
+    if target.read_bytes_per_second is not None:
+        return target.read_bytes_per_second
+    if target.arch is None:
+        raise NotImplementedError(f"{target.kind!r} has no kernels to time: use a GPU")
+    return measure_read_bandwidth()
 
 
 def measure_read_bandwidth(num_bytes: int = 1 << 32) -> float:

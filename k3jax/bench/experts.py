@@ -12,7 +12,6 @@ its tokens; peers too are held to that.
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import json
 import statistics
@@ -25,7 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from k3jax.bench.bandwidth import measure_read_bandwidth
+from k3jax.bench.bandwidth import read_bandwidth
+from k3jax.bench.facts import facts_of, write_json
 from k3jax.bench.peers import Implementation, peers
 from k3jax.bench.timing import device_seconds
 from k3jax.cli.arguments import integers
@@ -108,22 +108,12 @@ def run(args: argparse.Namespace) -> int:
         print(table(rows))
     else:
         target = Target.current()
-        bandwidth = target.read_bytes_per_second
-        if bandwidth is None:
-            if target.arch is None:
-                raise NotImplementedError(f"{target.kind!r} has no kernels to time: use a GPU")
-            bandwidth = measure_read_bandwidth()
+        bandwidth = read_bandwidth(target)
         print(f"{target.kind}, floors by {bandwidth / 1e12:.2f} TB/s")
         rows, wrong = _time_all(args, target, bandwidth)
-        facts = {
-            "device": jax.devices()[0].device_kind,
-            "date": datetime.date.today().isoformat(),
-            "jax": jax.__version__,
-            "read_bytes_per_second": bandwidth,
-            "rows": [dataclasses.asdict(row) for row in rows],
-        }
+        facts = facts_of(rows, bandwidth)
     if args.json:
-        args.json.write_text(json.dumps(facts, indent=1) + "\n")
+        write_json(facts, args.json)
     if args.plot:
         from k3jax.bench.plot import draw
 

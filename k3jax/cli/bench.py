@@ -1,4 +1,4 @@
-"""Time a part of the layer against the memory floor; `k3jax bench experts`.
+"""Time a part of the layer against the memory floor; `k3jax bench experts`, `k3jax bench tail`.
 
 Needs a GPU. Exit status 1 if an output is wrong; its time is not printed then.
 """
@@ -6,7 +6,7 @@ Needs a GPU. Exit status 1 if an output is wrong; its time is not printed then.
 import argparse
 import importlib
 
-_PARTS = ("experts",)
+_PARTS = ("experts", "tail")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

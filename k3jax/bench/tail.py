@@ -1,0 +1,341 @@
+"""Time the latent tail: `k3jax bench tail`.
+
+Sum over ranks, RMSNorm, up-projection and the shared expert's sum, in microseconds a tail.
+
+- real: on 2 or more GPUs, the fused tail, the two tiers of collectives, and the plain order as XLA
+  compiles it. What is timed is a program over all of them, so it is the slowest rank that counts.
+- solo: one rank on one GPU, its peers' words being there already (`k3jax.bench.solo`), that is
+  without NVLink; beside it the arithmetic of the plain order without anything to exchange.
+
+The floor is the rank's rows of the up-projection over the card's measured read bandwidth. Layers
+have weights of their own, more than L2 holds, and one waits for the one before. A time is printed
+only once the outputs of all layers and ranks were compared with the plain order in one device's
+memory.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from k3jax.bench.bandwidth import read_bandwidth
+from k3jax.bench.experts import WrongOutputError
+from k3jax.bench.facts import facts_of, write_json
+from k3jax.bench.solo import SoloMailboxes, SoloRank, solo_chain
+from k3jax.bench.timing import device_seconds
+from k3jax.cli.arguments import integers
+from k3jax.config import MoEConfig
+from k3jax.ops.tail import fused, reference
+from k3jax.ops.tail.api import TailTier, create_workspaces, latent_tail
+from k3jax.parallel import SINGLE, Parallel, RankGroup, run_sharded
+from k3jax.runtime.ffi import call_program
+from k3jax.runtime.program import ArraySpec
+from k3jax.runtime.target import Target
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
+LAYERS = 24
+"""Layers with weights of their own."""
+ROUNDS = 4
+"""How often a chain of fused tails goes through them, to keep the devices longer than the host."""
+LIMIT = 6e-3
+"""Largest relative L2 error; some tiers add their partials in bfloat16."""
+REAL_TIERS = (
+    TailTier.TAIL_FUSION,
+    TailTier.ALLREDUCE_OVERLAP,
+    TailTier.COLUMN_PARALLEL,
+    TailTier.UNFUSED,
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table; times in microseconds a tail.
+
+    Attributes:
+        mode: "real" or "solo".
+        tp: ranks.
+        num_tokens: T.
+        floor: least time that reading a rank's rows of the up-projection takes.
+        times: by tier; of the solo mode, "plain" is the plain order with nothing to exchange.
+    """
+
+    mode: str
+    tp: int
+    num_tokens: int
+    floor: float
+    times: dict[str, float]
+
+
+_CONFIG = MoEConfig.kimi_k3()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what the benchmark takes."""
+    parser.add_argument("--tokens", type=integers, default=TOKENS, help="token counts, 1,8,64")
+    parser.add_argument("--solo", type=integers, help="ranks of the solo mode, default 8,16,4,2")
+    parser.add_argument(
+        "--real", type=int, help="ranks of the real mode, default all GPUs; 0: none"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints a table for each mode and size; status 1 if an output is wrong."""
+    target = Target.current()
+    bandwidth = read_bandwidth(target)
+    print(f"{target.kind}, floors by {bandwidth / 1e12:.2f} TB/s")
+    cases: list[tuple[str, int, Callable[..., dict[str, float]]]] = []
+    ranks = _all_devices() if args.real is None else args.real
+    if ranks:
+        cases.append(("real", ranks, Real.over(ranks, target).times))
+    sizes = args.solo
+    if sizes is None:
+        sizes = (8, 16, 4, 2) if target.arch else ()
+    for tp in sizes:
+        cases.append(("solo", tp, Solo(tp, target).times))
+
+    rows, wrong = [], False
+    for mode, tp, times in cases:
+        print(f"\n{mode}, TP={tp}, microseconds")
+        for num_tokens in args.tokens:
+            rng = np.random.default_rng([args.seed, num_tokens, tp])
+            floor = 1e6 * 2 * _CONFIG.hidden_size * _CONFIG.latent_size / tp / bandwidth
+            try:
+                row = Row(mode, tp, num_tokens, floor, times(num_tokens, rng))
+            except WrongOutputError as error:
+                wrong = True
+                print(f"{num_tokens:6d}  {error}", file=sys.stderr)
+            else:
+                rows.append(row)
+                parts = "  ".join(f"{name} {time:.1f}" for name, time in row.times.items())
+                print(f"{num_tokens:6d}  floor {floor:.1f}  {parts}", flush=True)
+    if args.json:
+        write_json(facts_of(rows, bandwidth), args.json)
+    return 1 if wrong else 0
+
+
+def _all_devices() -> int:
+    return max((ranks for ranks in fused.RANKS if ranks <= len(jax.devices())), default=0)
+
+
+def _random_bfloat16(rng: np.random.Generator, shape: tuple[int, ...], scale: float = 1.0):
+    """Made on the device, since a layer's up-projection alone has 26 million numbers."""
+    key = jax.random.key(int(rng.integers(1 << 31)))
+    return (jax.random.normal(key, shape) * scale).astype(jnp.bfloat16)
+
+
+def _check(name: str, num_tokens: int, got: np.ndarray, want: np.ndarray) -> None:
+    got, want = got.astype(np.float32), want.astype(np.float32)
+    error = np.linalg.norm(got - want) / np.linalg.norm(want)
+    if not error <= LIMIT:
+        raise WrongOutputError(
+            f"{name} with {num_tokens} tokens: relative error {error:.1e} is past {LIMIT}; no time "
+            "is printed"
+        )
+
+
+@dataclass
+class Real:
+    """All ranks on devices of their own.
+
+    Attributes:
+        parallel: the ranks.
+        target: their kind.
+        ups: [H, L] of each layer, replicated; made at first use.
+    """
+
+    parallel: Parallel
+    target: Target
+    ups: list[jax.Array] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def over(cls, ranks: int, target: Target) -> "Real":
+        """The first `ranks` devices.
+
+        Raises:
+            ValueError: there are fewer, or only one is asked for.
+        """
+        parallel = Parallel.over_devices(ranks)
+        if parallel is None:
+            raise ValueError(f"--real {ranks}: the real mode needs 2 or more GPUs; use --solo 8")
+        return cls(parallel, target)
+
+    def times(self, num_tokens: int, rng: np.random.Generator) -> dict[str, float]:
+        """Microseconds a tail of every tier that can run.
+
+        Raises:
+            WrongOutputError: an output is wrong, or ranks hold different bits.
+        """
+        tp, H, L = self.parallel.tp, _CONFIG.hidden_size, _CONFIG.latent_size
+        whole, split = (self.parallel.sharding(spec) for spec in (P(), P(self.parallel.axis)))
+        if not self.ups:
+            self.ups = [
+                jax.device_put(_random_bfloat16(rng, (H, L), L**-0.5), whole) for _ in range(LAYERS)
+            ]
+        latent, shared = (_random_bfloat16(rng, (tp, num_tokens, width)) for width in (L, H))
+        gain = _random_bfloat16(rng, (L,))
+        want = [
+            _plain(latent, shared, gain, up) for up in jax.device_put(self.ups, jax.devices()[0])
+        ]
+        arguments = (
+            *jax.device_put((latent, shared), split),
+            jax.device_put(gain, whole),
+            self.ups,
+        )
+        tiers = list(REAL_TIERS)
+        if fused.unsupported(
+            ranks=tp, latent_size=L, hidden_size=H, num_tokens=num_tokens, target=self.target
+        ):
+            tiers.remove(TailTier.TAIL_FUSION)
+        else:
+            create_workspaces(_CONFIG, self.parallel)
+        return {str(tier): self._time(tier, arguments, want) for tier in tiers}
+
+    def _time(self, tier: TailTier, arguments: tuple, want: list) -> float:
+        chain = jax.jit(lambda *args: self._chain(tier, *args))
+        *rows, ups = arguments
+        if tier == TailTier.TAIL_FUSION:
+            ups = ups * ROUNDS
+        arguments = (*rows, ups)
+        for number, out in enumerate(chain(*arguments)):
+            ranks = [np.asarray(shard.data)[0] for shard in out.addressable_shards]
+            if any((rank.view(np.uint16) != ranks[0].view(np.uint16)).any() for rank in ranks):
+                raise WrongOutputError(f"{tier}: ranks hold different bits; no time is printed")
+            _check(str(tier), len(ranks[0]), ranks[0], np.asarray(want[number % LAYERS]))
+        return 1e6 * device_seconds(lambda: chain(*arguments)) / len(ups)
+
+    def _chain(self, tier: TailTier, latent, shared, gain, ups) -> list[jax.Array]:
+        """Every layer's output of each rank, [R, T, H]."""
+
+        def local(group: RankGroup, latent, shared, gain, ups):
+            m, s, outputs = latent[0], shared[0], []
+            out = jnp.zeros_like(s)
+            for up in ups:
+                out = self._layer(tier, group, m, s, gain, up, out)
+                outputs.append(out)
+            return [out[None] for out in outputs]
+
+        split = P(self.parallel.axis)
+        specs = (split, split, P(), P())
+        return run_sharded(
+            local, self.parallel, specs, split, latent, shared, gain, ups, check_vma=False
+        )
+
+    def _layer(self, tier: TailTier, group: RankGroup, m, s, gain, up, before) -> jax.Array:
+        """One tail, after the one whose output is `before`."""
+        eps = _CONFIG.rms_norm_eps
+        if tier == TailTier.TAIL_FUSION and self.target.arch:
+            return _fused_after(before, m, s, gain, up, group=group, target=self.target)
+        if tier == TailTier.TAIL_FUSION:
+            m = m + 0 * before[:, : m.shape[1]]  # threads keep no order but that of the data
+        else:
+            # XLA would merge the all-reduces of all layers.
+            m, s, _ = lax.optimization_barrier((m, s, before))
+        return latent_tail(m, s, gain, up, eps=eps, group=group, tier=tier, target=self.target)
+
+
+def _fused_after(before, m, s, gain, up, *, group: RankGroup, target: Target) -> jax.Array:
+    """The fused tail with one more operand, which only says what it comes after."""
+    program = fused.tail_program(
+        ranks=group.size,
+        latent_size=m.shape[1],
+        hidden_size=s.shape[1],
+        num_tokens=m.shape[0],
+        eps=_CONFIG.rms_norm_eps,
+        up_proj_rows=up.shape[0],
+    )
+    operands = (*program.operands, ArraySpec(before.shape, np.dtype(before.dtype)))
+    program = dataclasses.replace(program, operands=operands)
+    call: Any = call_program(program, m, s, gain, up, before, target=target, has_side_effect=True)
+    return call[0]
+
+
+@jax.jit
+def _plain(latent, shared, gain, up) -> jax.Array:
+    """The tail of all ranks in one device's memory: latent [R, T, L], shared [R, T, H]."""
+    m, s = (
+        jnp.sum(part.astype(jnp.float32), axis=0).astype(jnp.bfloat16) for part in (latent, shared)
+    )
+    return reference.tail(m, s, gain, up, _CONFIG.rms_norm_eps)
+
+
+@dataclass
+class Solo:
+    """One rank of `tp`.
+
+    Attributes:
+        tp: ranks.
+        target: the device.
+        ups: [H / tp, L] of each layer; made at first use.
+        wholes: [H, L] of each layer, for the plain order.
+    """
+
+    tp: int
+    target: Target
+    ups: list[jax.Array] = dataclasses.field(default_factory=list)
+    wholes: list[jax.Array] = dataclasses.field(default_factory=list)
+
+    def times(self, num_tokens: int, rng: np.random.Generator) -> dict[str, float]:
+        """Microseconds of the fused tail and of the plain order with nothing to exchange.
+
+        Raises:
+            WrongOutputError: an output is wrong.
+        """
+        H, L = _CONFIG.hidden_size, _CONFIG.latent_size
+        if not self.ups:
+            self.ups = [_random_bfloat16(rng, (H // self.tp, L), L**-0.5) for _ in range(LAYERS)]
+            self.wholes = [_random_bfloat16(rng, (H, L), L**-0.5) for _ in range(LAYERS)]
+        solo = SoloRank.draw(_CONFIG, self.target, self.tp, num_tokens, rng)
+        mailboxes = SoloMailboxes(solo)
+        ups = self.ups * ROUNDS
+        both, arguments = solo_chain(solo, mailboxes, ups, tail=True)
+        refill, _ = solo_chain(solo, mailboxes, ups, tail=False)
+        wants = [solo.want(up) for up in self.ups]
+        for number, out in enumerate(both(*arguments)):
+            want, mine = wants[number % LAYERS], solo.columns
+            _check(
+                "its columns of tail_fusion", num_tokens, np.asarray(out)[:, mine], want[:, mine]
+            )
+            _check("tail_fusion", num_tokens, np.asarray(out), want)
+        seconds = device_seconds(lambda: both(*arguments))
+        seconds -= device_seconds(lambda: refill(*arguments))
+        mailboxes.check()
+        return {"tail_fusion": 1e6 * seconds / len(ups), "plain": self._plain(num_tokens, rng)}
+
+    def _plain(self, num_tokens: int, rng: np.random.Generator) -> float:
+        H, L = _CONFIG.hidden_size, _CONFIG.latent_size
+        m, s = (_random_bfloat16(rng, (num_tokens, width)) for width in (L, H))
+        gain = _random_bfloat16(rng, (L,))
+
+        @jax.jit
+        def chain(m, s, gain, ups):
+            outputs, out = [], jnp.zeros_like(s)
+            for up in ups:
+                m, s, _ = lax.optimization_barrier((m, s, out))
+                out = latent_tail(
+                    m,
+                    s,
+                    gain,
+                    up,
+                    eps=_CONFIG.rms_norm_eps,
+                    group=SINGLE,
+                    tier=TailTier.UNFUSED,
+                )
+                outputs.append(out)
+            return outputs
+
+        outputs = chain(m, s, gain, self.wholes)
+        for out, up in zip(outputs, self.wholes, strict=True):
+            want = _plain(m[None], s[None], gain, up)
+            _check("plain", num_tokens, np.asarray(out), np.asarray(want))
+        return 1e6 * device_seconds(lambda: chain(m, s, gain, self.wholes)) / LAYERS
