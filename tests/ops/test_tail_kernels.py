@@ -6,6 +6,7 @@ import pytest
 from k3jax.ops.tail import fused
 from k3jax.ops.tail.geometry import TailGeometry, kernel_facts
 from k3jax.ops.tail.kernel_tail import REPRESENTATIVES, TailKernel
+from k3jax.runtime import sass
 from k3jax.runtime.compile import ARCHS, compile_kernel
 from k3jax.runtime.workspace import (
     AWAITED_WORD,
@@ -71,7 +72,7 @@ class Loopback:
     def chain(self, calls):
         """Runs calls in one stream, each launched before the previous one has ended."""
         prepared = [
-            self.prepare(arrays, two_shot, overlaps=True, number=number)
+            self.prepare(arrays, two_shot, number=number)
             for number, (arrays, two_shot) in enumerate(calls)
         ]
         device = Device(self.memory, seed=self.seed, patience=20 * BUDGET)
@@ -79,8 +80,7 @@ class Loopback:
         return [collect() for _, collect in prepared]
 
     def prepare(
-        self, arrays, two_shot, ranks=None, weights=None, ids=None, scattered=False, overlaps=False,
-        number=0,
+        self, arrays, two_shot, ranks=None, weights=None, ids=None, scattered=False, number=0
     ):  # fmt: skip
         """The launch of one call, and a function that returns its results afterwards."""
         experts = 0 if weights is None else weights.shape[1]
@@ -89,7 +89,6 @@ class Loopback:
             two_shot=two_shot,
             scattered=scattered,
             experts_per_token=experts,
-            overlaps=overlaps,
         )
         compiled = compile_kernel(kernel, "sm_90a")
         tokens = arrays[0].shape[1]
@@ -108,7 +107,7 @@ class Loopback:
         spec = launch_spec(
             load(compiled.ptx, compiled.entry),
             *(grid, (kernel.threads, 1, 1), kernel.cluster, kernel.shared_bytes, arguments),
-            overlaps_previous=overlaps and number > 0,
+            overlaps_previous=number > 0,
             number=number,
         )
 
@@ -258,6 +257,16 @@ def test_a_rank_that_stays_away_ends_the_call_and_freezes_the_next(two_shot):
     assert np.isnan(got.astype(np.float32)).all()
     for rank in range(4):
         np.testing.assert_array_equal(loopback.words(rank)[HEADER_WORDS:], before[rank])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts_per_token", [0, 16])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_no_geometry_of_k3_spills(arch, experts_per_token):
+    facts = [kernel_facts(r, 3584, 7168, t) for r in fused.RANKS for t in (4, 8, 9, 32, 33, 128)]
+    for kernel in {TailKernel(**f, experts_per_token=experts_per_token) for f in facts}:
+        for report in sass.inspect_cubin(compile_kernel(kernel, arch).cubin):
+            assert not report.spills, kernel
 
 
 @pytest.mark.parametrize("label", REPRESENTATIVES)

@@ -50,7 +50,6 @@ class TailGeometry:
         round_tokens: tokens whose sums one block finishes in a round.
         scattered: the result is this rank's columns [T, H / R], not [T, H].
         experts_per_token: K unfinalised rows a token; 0 for a finalised latent.
-        overlaps: the launch may start before the one before it has ended.
     """
 
     ranks: int
@@ -65,7 +64,6 @@ class TailGeometry:
     round_tokens: int = 4
     scattered: bool = False
     experts_per_token: int = 0
-    overlaps: bool = False
 
     @property
     def layout(self) -> TailLayout:

@@ -6,28 +6,31 @@ Schedule. The grid is `groups` clusters of `k_blocks` blocks, at most one block 
 and one launch does everything. Block b of cluster g owns slice b of the latent (L / k_blocks
 columns) and, with its cluster, share g of the rank's rows of the up-projection.
 
-- At entry every lane loads what depends on nothing (a word of the header, its first piece of the
-  partials, its part of the norm's gain), and one warp starts bulk copies of the block's weights
-  into shared memory; before `griddepcontrol.wait` where the launch overlaps its predecessor
-  (`overlaps`). Bulk copies, because 57 KB of loads would fill the queue that every other access of
-  the multiprocessor goes through: the header was 2 us late behind them. What shared memory cannot
-  hold (a fifth at TP=2) goes into registers, after the reduction has polled.
-- All blocks publish: partial latents (or the weighted sum of the unfinalised rows) and slices of
-  the shared partial, spread over the grid by warps. Then the upper half of the warps re-arms the
-  previous slot, while the lower one polls.
+- At entry one warp starts bulk copies of the block's weights into shared memory, before
+  `griddepcontrol.wait`: nothing on the device writes weights. Bulk copies, because 57 KB of loads
+  would fill the queue that every other access of the multiprocessor goes through: the header was
+  2 us late behind them. What shared memory cannot hold (a fifth at TP=2) goes into registers, after
+  the reduction has polled. Every lane loads what depends on nothing: a word of the header, its
+  first piece of the partials, its part of the norm's gain.
+- All blocks publish to the other ranks: partial latents (or the weighted sum of the unfinalised
+  rows) and slices of the shared partial, spread over the grid by warps. Then the upper half of the
+  warps re-arms the previous slot, while the lower one polls. What a rank needs of its own partials
+  it reads where they are; only weighed rows and finished ones take the way through its own mailbox.
 - Reduce: a lane polls 8 columns of one row in the mailboxes of all ranks at once, adds in rank
   order and leaves m in shared memory. Sums of squares go to all blocks of the cluster (distributed
   shared memory), which add them in one order. In one shot every cluster does every row, its
   block b only slice b, so n is where the product wants it. In two shots cluster g does rows
   g, g + groups, .. of those that the rank owns and stores n to all ranks; then every block
-  polls its slice of all rows.
+  polls its slice of all rows. The header moves on after that: counting the blocks takes an atomic's
+  time, which nobody should wait for.
 - Project: m16n8k16 with 16 weight rows as A and 8 tokens as B. A lane's 16 bytes are 8 adjacent k
   of a row, where the instruction wants 2 + 2 at distance 8; as weights and latents are permuted
   alike, the sum over k is the same and nothing is shuffled. The partial sums of a token go to one
-  block of the cluster, which adds them in order, rounds, adds the shared partials (polled while the
-  cluster's stores land) and publishes the row's columns to all ranks, a word a lane. Tokens
-  are taken in rounds, on two buffers, so one cluster barrier a round suffices.
-- Gather: every lane polls its pieces of the output mailbox and writes the result.
+  block of the cluster, which adds them in order, rounds, adds the shared partials (looked at before
+  the product, polled after it), writes its columns of the result and publishes them to the other
+  ranks, a word a lane. Tokens are taken in rounds, on two buffers, so one cluster barrier a round
+  suffices.
+- Gather: every lane polls its pieces of the other ranks' columns and writes the result.
 
 Why it cannot hang. Blocks wait for words that blocks of the same phase or an earlier one store, on
 this rank or another; phases are in one order in every block, and publishing waits for nothing. All
@@ -65,6 +68,8 @@ POLLED_LOADS = 8
 """Loads of 16 bytes that a lane has in flight while it polls partial latents."""
 STAGED_LOADS = 4
 """The same for finished rows."""
+WEIGHED_LOADS = 8
+"""The same for rows of experts."""
 
 
 @dataclass(frozen=True)
@@ -116,15 +121,12 @@ class TailKernel(TailGeometry, Kernel):
         sources = (latent, weights, ids, shared)
 
         words.cluster_arrive()
-        if cutlass.const_expr(self.overlaps):
-            self.fetch_weights(up_proj, own, up_proj_stride, smem)
+        self.fetch_weights(up_proj, own, up_proj_stride, smem)
         cute.arch.griddepcontrol_wait()
         header = words.load_peer_word(own + thread % HEADER_WORDS * 4)
         piece = cute.make_rmem_tensor((4,), Uint32)
         self.load_piece(sources, self.spread_thread(), num_tokens, piece)
         factors = self.load_gain(gain)
-        if cutlass.const_expr(not self.overlaps):
-            self.fetch_weights(up_proj, own, up_proj_stride, smem)
         cute.arch.griddepcontrol_launch_dependents()
 
         # Through a register: the word has been read when the barrier is passed.
@@ -133,9 +135,8 @@ class TailKernel(TailGeometry, Kernel):
         cute.arch.sync_threads()
         epoch, _, previous, failed = ptx.load_shared_4(smem + Uint32(EPOCH_WORD * 4))
         rank = ptx.load_shared(smem + Uint32(RANK_WORD * 4))
-        if thread == 0:
-            self.arrive(own, epoch, num_tokens)
         if (failed != Uint32(0)) & (failed != epoch + Uint32(1)):
+            self.arrive(own, epoch, num_tokens)
             self.fill_with_nan(out, num_tokens)
             self.wait_for_weights(smem)
             words.cluster_wait()
@@ -145,11 +146,14 @@ class TailKernel(TailGeometry, Kernel):
             if (epoch != Uint32(0)) & (thread >= self.threads // 2):
                 self.rearm(own, rank, (slot + SLOTS - 1) % SLOTS, Int32(previous))
             words.cluster_wait()
-            left = self.reduce(own, factors, rank, slot, num_tokens, epoch, budget, eps, smem)
+            left = self.reduce(
+                own, latent, factors, rank, slot, num_tokens, epoch, budget, eps, smem
+            )
             held = self.load_weights(up_proj, rank * up_proj_stride)
-            left = self.project(own, out, held, rank, slot, num_tokens, epoch, left, smem)
+            self.arrive(own, epoch, num_tokens)
+            left = self.project(own, shared, out, held, rank, slot, num_tokens, epoch, left, smem)
             if cutlass.const_expr(not self.scattered):
-                self.gather(own, out, slot, num_tokens, epoch, left)
+                self.gather(own, out, rank, slot, num_tokens, epoch, left)
 
     # ---- weights ------------------------------------------------------------------------------
 
@@ -222,54 +226,70 @@ class TailKernel(TailGeometry, Kernel):
 
     @cute.jit
     def arrive(self, own: Int64, epoch: Uint32, num_tokens: Int32):
-        """Counts this block as past the header; the last one moves the header on."""
-        before = words.atomic_add(own + ARRIVALS_WORD * 4, Uint32(1))
-        if before == Uint32(self.grid[0] - 1):
-            words.store_peer_word(own + ARRIVALS_WORD * 4, Uint32(0))
-            words.store_peer_word(own + EPOCH_WORD * 4, epoch + Uint32(1))
-            call = Uint32(2) * Uint32(num_tokens) + Uint32(int(self.two_shot))
-            words.store_peer_word(own + PREVIOUS_WORD * 4, call)
+        """Counts this block as past the header; the last one moves the header on.
+
+        It waits for the atomic, so it is called where weights are waited for.
+        """
+        if cute.arch.thread_idx()[0] == self.threads // 2:
+            before = words.atomic_add(own + ARRIVALS_WORD * 4, Uint32(1))
+            if before == Uint32(self.grid[0] - 1):
+                words.store_peer_word(own + ARRIVALS_WORD * 4, Uint32(0))
+                words.store_peer_word(own + EPOCH_WORD * 4, epoch + Uint32(1))
+                call = Uint32(2) * Uint32(num_tokens) + Uint32(int(self.two_shot))
+                words.store_peer_word(own + PREVIOUS_WORD * 4, call)
 
     @cute.jit
-    def poll(self, own: Int64, epoch: Uint32, left: Int32, loads, got: cute.Tensor):
+    def look(self, loads, got: cute.Tensor):
+        """Issues some loads of mailbox words: (address, constant offset, whose words they are)."""
+        width = got.shape[0] // len(loads)
+        for i in cutlass.range_constexpr(len(loads)):
+            loaded = words.load_peer(loads[i][0], loads[i][1], width)
+            for j in cutlass.range_constexpr(width):
+                got[width * i + j] = loaded[j]
+
+    @cute.jit
+    def poll(self, own: Int64, epoch: Uint32, left: Int32, rank: Int32, loads, got: cute.Tensor):
         """Waits until no word of some loads is armed; returns what is left of the budget.
 
         Args:
             own: this rank's workspace.
             epoch: of this call.
             left: polls that remain.
-            loads: (address, constant offset, rank whose words they are) of each 16 bytes.
-            got: the words, four a load. Once the budget is spent, what is missing is NaN.
+            rank: of this rank, whose own words are in no mailbox and may be anything.
+            loads: see `look`.
+            got: what a first look found. Once the budget is spent, what is missing is NaN.
         """
+        width = got.shape[0] // len(loads)
         missing = Int32(1)
         while missing != 0:
-            for i in cutlass.range_constexpr(len(loads)):
-                loaded = words.load_peer_words(loads[i][0], loads[i][1])
-                for j in cutlass.range_constexpr(4):
-                    got[4 * i + j] = loaded[j]
             smallest = Int32(0)
             for i in cutlass.range_constexpr(len(loads)):
-                for j in cutlass.range_constexpr(4):
-                    smallest = words.least(got[4 * i + j], smallest)
+                for j in cutlass.range_constexpr(width):
+                    word = cutlass.select_(loads[i][2] == rank, Uint32(0), got[width * i + j])
+                    smallest = words.least(word, smallest)
             missing = words.is_armed(smallest)
             left = left - missing
             if left < 0:
                 missing = Int32(0)
+            if missing != 0:
+                self.look(loads, got)
         if left < 0:
-            self.give_up(own, epoch, loads, got)
+            self.give_up(own, epoch, rank, loads, got)
         return left
 
     @cute.jit
-    def give_up(self, own: Int64, epoch: Uint32, loads, got: cute.Tensor):
+    def give_up(self, own: Int64, epoch: Uint32, rank: Int32, loads, got: cute.Tensor):
         """Notes the first rank whose words are missing, and makes them NaN."""
+        width = got.shape[0] // len(loads)
         awaited = Int32(-1)
         for i in cutlass.range_constexpr(len(loads)):
-            lost = Int32(0)
-            for j in cutlass.range_constexpr(4):
-                lost = lost | words.is_armed(got[4 * i + j])
-                got[4 * i + j] = words.nan_if_armed(got[4 * i + j])
-            if (lost != 0) & (awaited < 0):
-                awaited = Int32(loads[i][2])
+            if loads[i][2] != rank:
+                lost = Int32(0)
+                for j in cutlass.range_constexpr(width):
+                    lost = lost | words.is_armed(got[width * i + j])
+                    got[width * i + j] = words.nan_if_armed(got[width * i + j])
+                if (lost != 0) & (awaited < 0):
+                    awaited = Int32(loads[i][2])
         if awaited >= 0:
             self.note_failure(own, epoch, awaited)
 
@@ -351,30 +371,43 @@ class TailKernel(TailGeometry, Kernel):
                 at = Int64(row + token) * pieces + index % pieces
                 at = self.layout.latent + at * 16
                 if cutlass.const_expr(self.two_shot):
-                    words.store_peer_words(self.peer(smem, token % self.ranks) + at, got)
+                    self.send(smem, token % self.ranks, self.kept_from(rank), at, got)
                 else:
                     for to in cutlass.range_constexpr(self.ranks):
-                        words.store_peer_words(self.peer(smem, to) + at, got)
+                        self.send(smem, to, self.kept_from(rank), at, got)
             else:
                 column = (index - of_latent) % of_shared
                 row = row + (index - of_latent) // of_shared
                 at = self.layout.shared + (Int64(row) * owned + column % owned) * 16
-                words.store_peer_words(self.peer(smem, column // owned) + at, got)
+                self.send(smem, column // owned, rank, at, got)
+
+    @cute.jit
+    def send(self, smem: Uint32, to, rank: Int32, offset: Int64, got):
+        """16 bytes into the workspace of `to`, unless that is `rank`."""
+        if to != rank:
+            words.store_peer_words(self.peer(smem, to) + offset, got)
+
+    def kept_from(self, rank: Int32) -> Int32:
+        """The rank whose partial latent is read where it is: none if rows are weighed first."""
+        return Int32(-1) if self.experts_per_token else rank
 
     @cute.jit
     def weigh(self, rows: Int64, weights: Int64, ids: Int64, token: Int32, piece: Int32):
         """8 columns of the weighted sum of a token's expert rows; id -1 counts as nothing."""
-        sums = [Float32(0.0) for _ in range(8)]
+        sums = cute.make_rmem_tensor((8,), Float32)
+        sums.fill(0.0)
         pair = Int64(token) * self.experts_per_token
         address = rows + (pair * self.latent_size + piece * 8) * 2
-        for k in cutlass.range_constexpr(self.experts_per_token):
+        for k in cutlass.range(self.experts_per_token, unroll=WEIGHED_LOADS):
             expert = ptx.load_global(ids + (pair + k) * 4)
             weight = ptx.load_global_float(weights + (pair + k) * 4)
             weight = cutlass.select_(expert >= 0, weight, Float32(0.0))
-            loaded = words.load_if(expert, address + k * self.latent_size * 2)
+            loaded = ptx.load_global_4(address + Int64(k) * (self.latent_size * 2))
             for j in cutlass.range_constexpr(4):
-                sums[2 * j] = ptx.fused(ptx.low_float(loaded[j]), weight, sums[2 * j])
-                sums[2 * j + 1] = ptx.fused(ptx.high_float(loaded[j]), weight, sums[2 * j + 1])
+                # No load waits for the id: a dropped row is read too, and may hold anything.
+                word = cutlass.select_(expert >= 0, loaded[j], Uint32(0))
+                sums[2 * j] = ptx.fused(ptx.low_float(word), weight, sums[2 * j])
+                sums[2 * j + 1] = ptx.fused(ptx.high_float(word), weight, sums[2 * j + 1])
         return [ptx.round_pair(sums[2 * j], sums[2 * j + 1]) for j in range(4)]
 
     @cute.jit
@@ -419,7 +452,7 @@ class TailKernel(TailGeometry, Kernel):
     # ---- reduce -------------------------------------------------------------------------------
 
     @cute.jit
-    def reduce(self, own, factors, rank, slot, num_tokens, epoch, left, eps, smem):
+    def reduce(self, own, latent, factors, rank, slot, num_tokens, epoch, left, eps, smem):
         """m and n of the rows that this cluster sums; returns what is left of the budget."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -434,16 +467,17 @@ class TailKernel(TailGeometry, Kernel):
         chunk = part * 32 + lane
         total = count * self.row_warps
         at_once = max(POLLED_LOADS // self.ranks, 1)
-        row = slot * (self.ranks * self.max_tokens) + first
-        mailbox = own + self.layout.latent
         # A lane past the slice's end repeats its last piece, a row past the last repeats that row.
-        mailbox = mailbox + (column + cutlass.min(chunk, self.chunks - 1) * 8) * 2
+        place = (column + cutlass.min(chunk, self.chunks - 1) * 8) * 2
+        mailbox = own + self.layout.latent + place
+        mailbox = mailbox + Int64(slot) * (self.ranks * self.max_tokens * self.latent_size * 2)
+        sources = (mailbox, latent + place)
 
         for base in cutlass.range(warp, total, self.warps * at_once):
             units = [base + i * self.warps for i in range(at_once)]
             indices = [cutlass.min(unit, total - 1) // self.row_warps for unit in units]
-            rows = [Int64(row + index * stride) * (self.latent_size * 2) for index in indices]
-            summed, left = self.sum_ranks(own, epoch, left, mailbox, rows)
+            rows = [first + index * stride for index in indices]
+            summed, left = self.sum_ranks(own, epoch, left, rank, sources, rows)
             for i in cutlass.range_constexpr(at_once):
                 square = Float32(0.0)
                 if (chunk < self.chunks) & (units[i] < total):
@@ -484,22 +518,30 @@ class TailKernel(TailGeometry, Kernel):
         return smem + Uint32(self.parts[2]) + Uint32(index * self.row_bytes)
 
     @cute.jit
-    def sum_ranks(self, own, epoch, left, mailbox: Int64, rows):
-        """r(sum over ranks, in order) of 8 columns of some rows; `rows` are rank 0's offsets."""
-        between = self.max_tokens * self.latent_size * 2
+    def sum_ranks(self, own, epoch, left, rank, sources, rows):
+        """r(sum over ranks, in order) of 8 columns of some rows, and what is left of the budget.
+
+        `sources` are the addresses of row 0 of rank 0's partials in the mailbox, and of the own
+        partials.
+        """
+        mailbox, latent = sources
+        kept = self.kept_from(rank)
         batch = min(self.ranks, POLLED_LOADS)
         sums = [[Float32(0.0)] * 8 for _ in rows]
         got = cute.make_rmem_tensor((4 * batch * len(rows),), Uint32)
         for base in cutlass.range_constexpr(0, self.ranks, batch):
             loads = []
             for i in cutlass.range_constexpr(len(rows)):
-                for rank in cutlass.range_constexpr(base, base + batch):
-                    loads.append((mailbox + rows[i], rank * between, rank))
-            left = self.poll(own, epoch, left, loads, got)
+                row = Int64(rows[i]) * (self.latent_size * 2)
+                for sender in cutlass.range_constexpr(base, base + batch):
+                    at = mailbox + sender * (self.max_tokens * self.latent_size * 2)
+                    loads.append((cutlass.select_(kept == sender, latent, at) + row, 0, sender))
+            self.look(loads, got)
+            left = self.poll(own, epoch, left, kept, loads, got)
             for i in cutlass.range_constexpr(len(rows)):
-                for copy in cutlass.range_constexpr(batch):
+                for sender in cutlass.range_constexpr(batch):
                     for j in cutlass.range_constexpr(4):
-                        pair = got[4 * (batch * i + copy) + j]
+                        pair = got[4 * (batch * i + sender) + j]
                         sums[i][2 * j] = sums[i][2 * j] + ptx.low_float(pair)
                         sums[i][2 * j + 1] = sums[i][2 * j + 1] + ptx.high_float(pair)
         return [
@@ -520,10 +562,9 @@ class TailKernel(TailGeometry, Kernel):
     # ---- project ------------------------------------------------------------------------------
 
     @cute.jit
-    def project(self, own, out, held, rank, slot, num_tokens, epoch, left, smem):
+    def project(self, own, shared, out, held, rank, slot, num_tokens, epoch, left, smem):
         """Rounds of tokens through the matrix instructions; returns what is left of the budget."""
         round_tokens = self.round_tokens * self.k_blocks
-        self.wait_for_weights(smem)
         for first in cutlass.range(0, num_tokens, round_tokens):
             count = cutlass.min(num_tokens - first, round_tokens)
             sums = smem + Uint32(self.sums)
@@ -532,11 +573,22 @@ class TailKernel(TailGeometry, Kernel):
             if cutlass.const_expr(self.two_shot):
                 left = self.stage_normed(own, slot, first, count, epoch, left, smem)
                 rows = Int32(0)
+            token, column, here = self.finished(count)
+            loads = self.shared_loads(own, shared, rank, slot, first + token, column)
+            partials = cute.make_rmem_tensor((self.ranks,), Uint32)
+            if here:
+                self.look(loads, partials)
+            self.wait_for_weights(smem)
             if cute.arch.thread_idx()[0] < 32 * self.multipliers:
                 for group in cutlass.range(0, count, 8 * self.token_tiles):
                     self.multiply(held, rows, count, group, sums, smem)
             words.cluster_arrive()
-            left = self.finish(own, out, rank, slot, first, count, epoch, left, sums, smem)
+            if here:
+                left = self.poll(own, epoch, left, rank, loads, partials)
+            words.cluster_wait()
+            if here:
+                sums = sums + Uint32(token // self.k_blocks * (self.partials * self.rows * 4))
+                self.finish(out, partials, rank, slot, first + token, column, sums, smem)
         return left
 
     @cute.jit
@@ -555,7 +607,8 @@ class TailKernel(TailGeometry, Kernel):
                 place = Int64(row + unit // self.chunks) * (self.latent_size * 2)
                 owner = (first + unit // self.chunks) % self.ranks
                 loads.append((mailbox + place + unit % self.chunks * 16, 0, owner))
-            left = self.poll(own, epoch, left, loads, got)
+            self.look(loads, got)
+            left = self.poll(own, epoch, left, Int32(-1), loads, got)
             for i in cutlass.range_constexpr(STAGED_LOADS):
                 unit = base + i * self.threads
                 if unit < total:
@@ -602,85 +655,85 @@ class TailKernel(TailGeometry, Kernel):
                     words.store_cluster_float(at + Uint32(32), token % self.k_blocks, total[2 + i])
 
     @cute.jit
-    def finish(self, own, out, rank, slot, first, count, epoch, left, sums, smem):
-        """Adds up, rounds and publishes this block's tokens of a round: a lane has two columns.
+    def finished(self, count: Int32):
+        """Which token of a round and which columns of the rank this thread finishes, two columns.
 
-        The last threads do it: their warps did not multiply, if any did not.
+        The last threads do it: their warps did not multiply, if any did not. The third is whether
+        there is such a token.
         """
         thread = Int32(self.threads - 1) - cute.arch.thread_idx()[0]
         block, _, _ = cute.arch.block_idx()
         pairs = self.rows // 2
-        index, pair = thread // pairs, pairs - 1 - thread % pairs
+        index = thread // pairs
         token = index * self.k_blocks + block % self.k_blocks
-        column = block // self.k_blocks * self.rows + pair * 2
-        here = (index < self.round_tokens) & (token < count)
-        shared = Uint32(0)
-        if here:
-            shared, left = self.sum_shared(own, slot, first + token, column, epoch, left)
-        words.cluster_wait()
-        if here:
-            low, high = Float32(0.0), Float32(0.0)
-            at = sums + Uint32((index * self.partials * self.rows + pair * 2) * 4)
-            for i in cutlass.range_constexpr(self.partials):
-                first_sum, second_sum = ptx.load_shared_floats(at + Uint32(i * self.rows * 4))
-                low, high = low + first_sum, high + second_sum
-            routed = ptx.round_pair(low, high)
-            word = ptx.round_pair(
-                ptx.low_float(routed) + ptx.low_float(shared),
-                ptx.high_float(routed) + ptx.high_float(shared),
-            )
-            word = words.canonical(word)
-            if cutlass.const_expr(self.scattered):
-                at = out + (Int64(first + token) * self.layout.columns + column) * 2
-                ptx.store_global(at, word)
-            else:
-                row = Int64(slot * self.max_tokens + first + token) * self.hidden_size
-                at = self.layout.output + (row + rank * self.layout.columns + column) * 2
-                for to in cutlass.range_constexpr(self.ranks):
-                    words.store_peer_word(self.peer(smem, to) + at, word)
-        return left
+        column = block // self.k_blocks * self.rows + (pairs - 1 - thread % pairs) * 2
+        return token, column, (index < self.round_tokens) & (token < count)
 
     @cute.jit
-    def sum_shared(self, own, slot, token, column, epoch, left):
-        """r(sum over ranks, in order) of two columns of the shared partials."""
-        low, high = Float32(0.0), Float32(0.0)
+    def shared_loads(self, own, shared, rank, slot, token, column):
+        """What to look at for the shared partials of two columns of a token."""
+        row = Int64(slot * (self.ranks * self.max_tokens) + token)
+        at = own + self.layout.shared + (row * self.layout.columns + column) * 2
+        column = column + rank * self.layout.columns
+        mine = shared + (Int64(token) * self.hidden_size + column) * 2
         between = self.max_tokens * self.layout.columns * 2
-        row = slot * (self.ranks * self.max_tokens) + token
-        at = own + self.layout.shared + (Int64(row) * self.layout.columns + column) * 2
-        got = cute.make_rmem_tensor((self.ranks,), Uint32)
-        missing = Int32(1)
-        while missing != 0:
-            smallest = Int32(0)
-            for i in cutlass.range_constexpr(self.ranks):
-                got[i] = words.load_peer_word(at, i * between)
-            for i in cutlass.range_constexpr(self.ranks):
-                smallest = words.least(got[i], smallest)
-            missing = words.is_armed(smallest)
-            left = left - missing
-            if left < 0:
-                missing = Int32(0)
+        loads = []
+        for sender in cutlass.range_constexpr(self.ranks):
+            address = cutlass.select_(rank == sender, mine, at + sender * between)
+            loads.append((address, 0, sender))
+        return loads
+
+    @cute.jit
+    def finish(self, out, partials, rank, slot, token, column, sums, smem):
+        """Adds up, rounds and publishes two columns of a token."""
+        low, high = Float32(0.0), Float32(0.0)
+        at = sums + Uint32(column % self.rows * 4)
+        for i in cutlass.range_constexpr(self.partials):
+            first_sum, second_sum = ptx.load_shared_floats(at + Uint32(i * self.rows * 4))
+            low, high = low + first_sum, high + second_sum
+        routed = ptx.round_pair(low, high)
+        shared = self.sum_pairs(partials)
+        word = ptx.round_pair(
+            ptx.low_float(routed) + ptx.low_float(shared),
+            ptx.high_float(routed) + ptx.high_float(shared),
+        )
+        word = words.canonical(word)
+        if cutlass.const_expr(not self.scattered):
+            column = column + rank * self.layout.columns
+        at = Int64(token) * self.result_width + column
+        ptx.store_global(out + at * 2, word)
+        if cutlass.const_expr(not self.scattered):
+            at = Int64(slot * self.max_tokens) * self.hidden_size + at
+            at = self.layout.output + at * 2
+            for to in cutlass.range_constexpr(self.ranks):
+                if rank != to:
+                    words.store_peer_word(self.peer(smem, to) + at, word)
+
+    @cute.jit
+    def sum_pairs(self, pairs: cute.Tensor) -> Uint32:
+        """r(sum over ranks, in order) of a pair of columns."""
+        low, high = Float32(0.0), Float32(0.0)
         for i in cutlass.range_constexpr(self.ranks):
-            if left < 0:
-                if words.is_armed(got[i]) != 0:
-                    self.note_failure(own, epoch, Int32(i))
-                got[i] = words.nan_if_armed(got[i])
-            low, high = low + ptx.low_float(got[i]), high + ptx.high_float(got[i])
-        return ptx.round_pair(low, high), left
+            low, high = low + ptx.low_float(pairs[i]), high + ptx.high_float(pairs[i])
+        return ptx.round_pair(low, high)
 
     # ---- gather -------------------------------------------------------------------------------
 
     @cute.jit
-    def gather(self, own, out, slot, num_tokens, epoch, left):
-        """Every rank's columns, out of the mailbox into the result."""
+    def gather(self, own, out, rank, slot, num_tokens, epoch, left):
+        """The other ranks' columns, out of the mailbox into the result."""
         pieces, owned = self.hidden_size // 8, self.layout.columns // 8
         first, total = Int32(self.spread_thread()), num_tokens * pieces
         mailbox = own + self.layout.output
         mailbox = mailbox + Int64(slot * self.max_tokens) * (self.hidden_size * 2)
         got = cute.make_rmem_tensor((4,), Uint32)
         for piece in cutlass.range(first, total, self.grid_threads):
-            loads = [(mailbox + Int64(piece) * 16, 0, piece % pieces // owned)]
-            left = self.poll(own, epoch, left, loads, got)
-            words.store_words(out + Int64(piece) * 16, [got[j] for j in range(4)])
+            owner = piece % pieces // owned
+            if owner != rank:
+                loads = [(mailbox + Int64(piece) * 16, 0, owner)]
+                self.look(loads, got)
+                left = self.poll(own, epoch, left, rank, loads, got)
+                words.store_words(out + Int64(piece) * 16, [got[j] for j in range(4)])
 
 
 def _scale(pairs, factors, scale: Float32):

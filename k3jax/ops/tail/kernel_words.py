@@ -47,6 +47,11 @@ def load_peer_word(address: Int64, offset: int = 0) -> Uint32:
     return _ptx(f"ld.relaxed.sys.global.u32 {{$w0}}, [{{$r0}}+{offset}];", [Uint32], address)
 
 
+def load_peer(address: Int64, offset: int, count: int):
+    """1 or 4 words that other blocks or devices write."""
+    return load_peer_words(address, offset) if count == 4 else [load_peer_word(address, offset)]
+
+
 def store_peer_words(address: Int64, words):
     """16 bytes that somebody polls, here or on another device."""
     _ptx("st.relaxed.sys.global.v4.u32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", (), address, *words)
