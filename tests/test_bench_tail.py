@@ -42,7 +42,7 @@ def run(*arguments):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_tier_over_ranks(ranks, tmp_path, capsys):
     file = tmp_path / "rows.json"
-    assert run("--real", str(ranks), "--json", str(file)) == 0
+    assert run("--mode", "real", "--real", str(ranks), "--json", str(file)) == 0
     rows = json.loads(file.read_text())["rows"]
     assert [(row["mode"], row["tp"], row["num_tokens"]) for row in rows] == [
         ("real", ranks, 1),
@@ -57,7 +57,7 @@ def test_every_tier_over_ranks(ranks, tmp_path, capsys):
 def test_no_time_for_a_wrong_output(monkeypatch, capsys):
     right = bench.latent_tail
     monkeypatch.setattr(bench, "latent_tail", lambda *args, **more: right(*args, **more) * 2)
-    assert run("--real", "2") == 1
+    assert run("--mode", "real", "--real", "2") == 1
     printed = capsys.readouterr()
     assert printed.err.count("no time is printed") == 2
     assert printed.out.splitlines()[-1] == "real, TP=2, microseconds"
@@ -70,13 +70,20 @@ def test_no_time_for_ranks_that_differ(monkeypatch, capsys):
         return right(*args, group=group, **more) * (1 + group.index() * 2**-7)
 
     monkeypatch.setattr(bench, "latent_tail", skewed)
-    assert run("--real", "2") == 1
+    assert run("--mode", "real", "--real", "2") == 1
     assert capsys.readouterr().err.count("ranks hold different bits") == 2
+
+
+def test_by_default_all_devices_are_ranks(capsys):
+    assert run("--tokens", "1") == 0
+    printed = capsys.readouterr().out
+    assert "real, TP=16" in printed
+    assert "solo" not in printed  # which needs a kernel
 
 
 def test_one_device_has_no_real_mode():
     with pytest.raises(ValueError, match="the real mode needs 2 or more GPUs"):
-        run("--real", "1")
+        run("--mode", "real", "--real", "1")
 
 
 def test_without_kernels_there_is_nothing_to_time(monkeypatch):

@@ -46,6 +46,7 @@ LAYERS = 24
 """Layers with weights of their own."""
 ROUNDS = 4
 """How often a chain of fused tails goes through them, to keep the devices longer than the host."""
+MODES = ("real", "solo")
 LIMIT = 6e-3
 """Largest relative L2 error; some tiers add their partials in bfloat16."""
 REAL_TIERS = (
@@ -81,9 +82,10 @@ _CONFIG = MoEConfig.kimi_k3()
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what the benchmark takes."""
     parser.add_argument("--tokens", type=integers, default=TOKENS, help="token counts, 1,8,64")
-    parser.add_argument("--solo", type=integers, help="ranks of the solo mode, default 8,16,4,2")
+    parser.add_argument("--mode", choices=MODES, help="default: what the devices here can do")
+    parser.add_argument("--real", type=int, help="ranks of the real mode, default all GPUs")
     parser.add_argument(
-        "--real", type=int, help="ranks of the real mode, default all GPUs; 0: none"
+        "--solo", type=integers, default=(8, 16, 4, 2), help="ranks of the solo mode, 8,16,4,2"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
@@ -95,14 +97,11 @@ def run(args: argparse.Namespace) -> int:
     bandwidth = read_bandwidth(target)
     print(f"{target.kind}, floors by {bandwidth / 1e12:.2f} TB/s")
     cases: list[tuple[str, int, Callable[..., dict[str, float]]]] = []
-    ranks = _all_devices() if args.real is None else args.real
-    if ranks:
-        cases.append(("real", ranks, Real.over(ranks, target).times))
-    sizes = args.solo
-    if sizes is None:
-        sizes = (8, 16, 4, 2) if target.arch else ()
-    for tp in sizes:
-        cases.append(("solo", tp, Solo(tp, target).times))
+    if args.mode == "real" or (args.mode is None and len(jax.devices()) > 1):
+        real = Real.over(args.real or _most_ranks(), target)
+        cases.append(("real", real.parallel.tp, real.times))
+    if args.mode == "solo" or (args.mode is None and target.arch):
+        cases += [("solo", tp, Solo(tp, target).times) for tp in args.solo]
 
     rows, wrong = [], False
     for mode, tp, times in cases:
@@ -124,8 +123,8 @@ def run(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def _all_devices() -> int:
-    return max((ranks for ranks in fused.RANKS if ranks <= len(jax.devices())), default=0)
+def _most_ranks() -> int:
+    return max((ranks for ranks in fused.RANKS if ranks <= len(jax.devices())), default=1)
 
 
 def _random_bfloat16(rng: np.random.Generator, shape: tuple[int, ...], scale: float = 1.0):
@@ -167,7 +166,7 @@ class Real:
         """
         parallel = Parallel.over_devices(ranks)
         if parallel is None:
-            raise ValueError(f"--real {ranks}: the real mode needs 2 or more GPUs; use --solo 8")
+            raise ValueError("the real mode needs 2 or more GPUs: use --mode solo")
         return cls(parallel, target)
 
     def times(self, num_tokens: int, rng: np.random.Generator) -> dict[str, float]:
