@@ -24,22 +24,24 @@ class _Config(c.Structure):
 
 
 class Driver:
-    """One context on device 0.
+    """The primary context of one device.
 
     Raises:
         OSError: no CUDA driver on this machine.
         RuntimeError: a driver call failed.
     """
 
-    def __init__(self):
+    def __init__(self, ordinal: int = 0):
         self.lib = c.CDLL("libcuda.so.1")
+        self.context = c.c_void_p()
+        device = c.c_int()
         self._call("cuInit", 0)
-        device, context = c.c_int(), c.c_void_p()
-        self._call("cuDeviceGet", c.byref(device), 0)
-        self._call("cuDevicePrimaryCtxRetain", c.byref(context), device)
-        self._call("cuCtxSetCurrent", context)
+        self._call("cuDeviceGet", c.byref(device), ordinal)
+        self._call("cuDevicePrimaryCtxRetain", c.byref(self.context), device)
 
     def _call(self, name: str, *args) -> None:
+        if self.context:
+            self.lib.cuCtxSetCurrent(self.context)
         code = getattr(self.lib, name)(*args)
         if code:
             text = c.c_char_p()
@@ -75,6 +77,32 @@ class Driver:
     def free(self, address: int) -> None:
         self._call("cuMemFree_v2", c.c_uint64(address))
 
+    def stream(self) -> c.c_void_p:
+        """A stream that the default stream does not wait for."""
+        stream = c.c_void_p()
+        self._call("cuStreamCreate", c.byref(stream), c.c_uint(1))
+        return stream
+
+    def wait(self, stream) -> None:
+        self._call("cuStreamSynchronize", stream)
+
+    def reach(self, other: "Driver") -> None:
+        """Lets this device's kernels address the other's memory."""
+        self._call("cuCtxEnablePeerAccess", other.context, c.c_uint(0))
+
+    def capture(self, stream) -> None:
+        """From now on, what is launched on a stream goes into a graph."""
+        self._call("cuStreamBeginCapture_v2", stream, c.c_int(1))
+
+    def replay(self, stream) -> None:
+        """Ends a capture and launches its graph once."""
+        graph, executable = c.c_void_p(), c.c_void_p()
+        self._call("cuStreamEndCapture", stream, c.byref(graph))
+        self._call("cuGraphInstantiateWithFlags", c.byref(executable), graph, c.c_ulonglong(0))
+        self._call("cuGraphLaunch", executable, stream)
+        self._call("cuGraphExecDestroy", executable)  # once it has run
+        self._call("cuGraphDestroy", graph)
+
     def function(self, cubin: bytes, entry: str, shared: int) -> c.c_void_p:
         """Loads a kernel."""
         module, function = c.c_void_p(), c.c_void_p()
@@ -84,15 +112,16 @@ class Driver:
         return function
 
     def launch(self, function, grid: Sequence[int], threads: int, cluster: Sequence[int],
-               shared: int, arguments: Sequence[bytes], overlaps: bool) -> None:  # fmt: skip
-        """Launches on the default stream."""
+               shared: int, arguments: Sequence[bytes], overlaps: bool,
+               stream: c.c_void_p | None = None) -> None:  # fmt: skip
+        """Launches, on the default stream unless another is given."""
         attributes = (_Attribute * 2)()
         attributes[0].id = _CLUSTER
         attributes[0].value[:3] = cluster
         attributes[1].id = _OVERLAP
         attributes[1].value[0] = int(overlaps)
         extents = (c.c_uint * 6)(*grid, threads, 1, 1)
-        config = _Config(extents, shared, None, attributes, 2)
+        config = _Config(extents, shared, stream, attributes, 2)
         buffers = [c.create_string_buffer(a, len(a)) for a in arguments]
         pointers = (c.c_void_p * len(buffers))(*[c.addressof(b) for b in buffers])
         self._call("cuLaunchKernelEx", c.byref(config), function, pointers, None)
