@@ -8,10 +8,6 @@ from cutlass import Int32, Int64, Uint32, cute
 from k3jax.runtime.program import Kernel
 
 
-def _now() -> Int64:
-    return cute.arch.inline_ptx("mov.u64 {$w0}, %globaltimer;", write_only_types=[Int64])
-
-
 @dataclass(frozen=True)
 class Busy(Kernel):
     """Stores to `memory`, 4 bytes a thread, until `nanoseconds` have passed."""
@@ -27,8 +23,8 @@ class Busy(Kernel):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         address = memory + (block * self.threads + thread) * 4
-        end = _now() + Int64(nanoseconds)
-        while _now() < end:
+        end = Int64(cute.arch.globaltimer()) + Int64(nanoseconds)
+        while Int64(cute.arch.globaltimer()) < end:
             cute.arch.inline_ptx(
                 "st.volatile.global.u32 [{$r0}], {$r1};", read_only_args=[address, Uint32(thread)]
             )

@@ -7,6 +7,7 @@ import numpy as np
 
 _CLUSTER, _OVERLAP = 4, 6
 _MAX_DYNAMIC_SHARED = 8
+_ALREADY_ENABLED = 704
 
 
 class _Attribute(c.Structure):
@@ -39,11 +40,11 @@ class Driver:
         self._call("cuDeviceGet", c.byref(device), ordinal)
         self._call("cuDevicePrimaryCtxRetain", c.byref(self.context), device)
 
-    def _call(self, name: str, *args) -> None:
+    def _call(self, name: str, *args, allowed: int = 0) -> None:
         if self.context:
             self.lib.cuCtxSetCurrent(self.context)
         code = getattr(self.lib, name)(*args)
-        if code:
+        if code not in (0, allowed):
             text = c.c_char_p()
             self.lib.cuGetErrorName(code, c.byref(text))
             raise RuntimeError(f"{name}: {(text.value or b'?').decode()}")
@@ -88,11 +89,11 @@ class Driver:
 
     def reach(self, other: "Driver") -> None:
         """Lets this device's kernels address the other's memory."""
-        self._call("cuCtxEnablePeerAccess", other.context, c.c_uint(0))
+        self._call("cuCtxEnablePeerAccess", other.context, c.c_uint(0), allowed=_ALREADY_ENABLED)
 
     def capture(self, stream) -> None:
         """From now on, what is launched on a stream goes into a graph."""
-        self._call("cuStreamBeginCapture_v2", stream, c.c_int(1))
+        self._call("cuStreamBeginCapture_v2", stream, c.c_int(2))
 
     def replay(self, stream) -> None:
         """Ends a capture and launches its graph once."""

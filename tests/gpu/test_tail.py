@@ -26,24 +26,43 @@ LOOPBACKS = {2: (3584, 7, 1), 4: (1536, 3, 2), 8: (512, 1, 2), 16: (512, 1, 2)}
 """Hidden width, clusters of a rank and parts of K with which all ranks' blocks fit one card."""
 
 BUDGET = 1 << 22
+MAX_TOKENS = 128
+BUSY_BLOCKS = 264
+
+SOAK_STEPS = 10_000
+SOAK_BATCH = 50
+SOAK_TOKENS = (1, 2, 3, 5, 8, 9, 16, 17, 31, 33, 64, 128)
+
+
+def tails(ranks, hidden_size, groups, k_parts):
+    """The kernels of one rank, by shots, and their machine code."""
+    from k3jax.ops.tail.kernel_tail import TailKernel
+    from k3jax.runtime.compile import compile_kernel
+
+    for two_shot in (False, True):
+        kernel = TailKernel(
+            ranks=ranks, latent_size=LATENT, hidden_size=hidden_size, max_tokens=MAX_TOKENS,
+            groups=groups, k_blocks=8, k_parts=k_parts, two_shot=two_shot,
+            warps=4 if ranks == 16 else 16,
+        )  # fmt: skip
+        yield two_shot, kernel, compile_kernel(kernel, Target.current().arch)
+
+
+def encode(addresses, numbers):
+    return [
+        *(struct.pack("<Q", address) for address in addresses),
+        *(struct.pack("<i", number) for number in numbers),
+        struct.pack("<f", EPS),
+    ]
 
 
 class Loopback:
     """All ranks as block groups of one launch."""
 
     def __init__(self, ranks):
-        from k3jax.ops.tail.kernel_tail import TailKernel
-        from k3jax.runtime.compile import compile_kernel
-
-        self.ranks, (self.hidden, groups, k_parts) = ranks, LOOPBACKS[ranks]
+        self.ranks, self.hidden = ranks, LOOPBACKS[ranks][0]
         self.driver, self.functions = Driver(), {}
-        for two_shot in (False, True):
-            kernel = TailKernel(
-                ranks=ranks, latent_size=LATENT, hidden_size=self.hidden, max_tokens=128,
-                groups=groups, k_blocks=8, k_parts=k_parts, two_shot=two_shot,
-                warps=4 if ranks == 16 else 16,
-            )  # fmt: skip
-            compiled = compile_kernel(kernel, Target.current().arch)
+        for two_shot, kernel, compiled in tails(ranks, *LOOPBACKS[ranks]):
             function = self.driver.function(compiled.cubin, compiled.entry, kernel.shared_bytes)
             self.functions[two_shot] = kernel, function
         self.layout = kernel.layout
@@ -61,15 +80,10 @@ class Loopback:
         out = self.driver.upload(np.full(num_bytes, 0xAB, np.uint8))
         addresses = (*[places[0]] * 3, *places[1:], out, self.address)
         numbers = (self.layout.num_bytes, tokens, self.layout.columns, BUDGET)
-        arguments = [
-            *(struct.pack("<Q", address) for address in addresses),
-            *(struct.pack("<i", number) for number in numbers),
-            struct.pack("<f", EPS),
-        ]
-        grid = (kernel.grid[0], self.ranks, 1)
         self.driver.launch(
-            function, grid, kernel.threads, kernel.cluster, kernel.shared_bytes, arguments, False
-        )
+            function, (kernel.grid[0], self.ranks, 1), kernel.threads, kernel.cluster,
+            kernel.shared_bytes, encode(addresses, numbers), False,
+        )  # fmt: skip
         data = self.driver.download(out, num_bytes)
         for address in (*places, out):
             self.driver.free(address)
@@ -78,6 +92,60 @@ class Loopback:
     def header(self, rank):
         at = self.address + rank * self.layout.num_bytes
         return self.driver.download(at, 256).view(np.uint32)
+
+
+class Rank:
+    """One rank with launches and a stream of its own, and another stream beside it."""
+
+    def __init__(self, driver, rank, steps):
+        from k3jax.runtime.compile import compile_kernel
+        from tests.gpu.busy import Busy
+
+        self.driver, self.rank, self.functions = driver, rank, {}
+        self.hidden = LOOPBACKS[2][0]
+        for two_shot, kernel, compiled in tails(2, *LOOPBACKS[2]):
+            function = driver.function(compiled.cubin, compiled.entry, kernel.shared_bytes)
+            self.functions[two_shot] = kernel, function
+        self.layout = kernel.layout
+        self.stream, self.other = driver.stream(), driver.stream()
+        compiled = compile_kernel(Busy(), Target.current().arch)
+        self.busy = driver.function(compiled.cubin, compiled.entry, 0)
+        self.memory = driver.upload(np.zeros(BUSY_BLOCKS * 1024, np.uint8))
+        self.workspace = driver.upload(np.zeros(self.layout.num_bytes, np.uint8))
+        self.row_bytes = MAX_TOKENS * self.hidden * 2
+        self.outputs = driver.upload(np.zeros(steps * self.row_bytes, np.uint8))
+        self.steps = steps
+
+    def put(self, arrays):
+        """This rank's operands on its device."""
+        latent, shared, gain, up_proj = arrays
+        own = (latent[self.rank], shared[self.rank], gain, up_proj)
+        return [self.driver.upload(array.view(np.uint8)) for array in own]
+
+    def poison(self):
+        self.driver.fill(self.outputs, 0xAB, self.steps * self.row_bytes)
+        self.driver.wait(None)
+
+    def start(self, step, places, tokens, two_shot):
+        kernel, function = self.functions[two_shot]
+        out = self.outputs + step * self.row_bytes
+        addresses = (*[places[0]] * 3, *places[1:], out, self.workspace)
+        numbers = (0, tokens, self.layout.columns, BUDGET)
+        self.driver.launch(
+            function, kernel.grid, kernel.threads, kernel.cluster, kernel.shared_bytes,
+            encode(addresses, numbers), False, self.stream,
+        )  # fmt: skip
+
+    def spend(self, microseconds, blocks, stream):
+        """Keeps some blocks busy."""
+        arguments = [struct.pack("<Q", self.memory), struct.pack("<i", 1000 * microseconds)]
+        self.driver.launch(
+            self.busy, (blocks, 1, 1), 256, (1, 1, 1), 0, arguments, False, stream
+        )  # fmt: skip
+
+    def result(self, step, tokens):
+        out = self.outputs + step * self.row_bytes
+        return self.driver.download(out, tokens * self.hidden * 2)
 
 
 def check(got, arrays):
@@ -101,6 +169,59 @@ def test_all_ranks_on_one_card(ranks):
     for rank in range(ranks):
         assert loopback.header(rank)[FAILED_WORD] == 0
         assert loopback.header(rank)[EPOCH_WORD] == calls
+
+
+@pytest.mark.parametrize("cards", [1, 2])
+def test_soak(cards):
+    """Changing sizes and shots, one rank late at random, another kernel in the way: the same bits.
+
+    Half of the steps are captured and replayed. Each rank has its own stream, on its own card if
+    there are two.
+    """
+    need_devices(cards)
+    drivers = [Driver(i) for i in range(cards)]
+    ranks = [Rank(drivers[i % cards], i, SOAK_BATCH) for i in range(2)]
+    if cards == 2:
+        drivers[0].reach(drivers[1])
+        drivers[1].reach(drivers[0])
+    for rank in ranks:
+        peers = [peer.workspace for peer in ranks]
+        rank.driver.write(rank.workspace, rank.layout.armed(rank.rank, peers))
+    rng = np.random.default_rng()
+    draws = [draw(rng, 2, tokens, LATENT, ranks[0].hidden) for tokens in SOAK_TOKENS]
+    places = [[rank.put(arrays) for rank in ranks] for arrays in draws]
+    wanted = {}
+    for batch in range(SOAK_STEPS // SOAK_BATCH):
+        sizes = rng.permutation(np.arange(SOAK_BATCH) % len(SOAK_TOKENS))
+        for rank in ranks:
+            rank.poison()
+        for rank in ranks:
+            if batch % 2:
+                rank.driver.capture(rank.stream)
+        for step, size in enumerate(sizes):
+            tokens = SOAK_TOKENS[size]
+            two_shot = tokens > 32 or bool(rng.integers(2))
+            late = rng.integers(12)
+            for rank in ranks:
+                if late == rank.rank:
+                    rank.spend(int(rng.integers(300)), 1, rank.stream)
+                rank.start(step, places[size][rank.rank], tokens, two_shot)
+        for rank in ranks:
+            if batch % 2:
+                rank.driver.replay(rank.stream)
+            for _ in range(3):
+                rank.spend(int(rng.integers(100)), BUSY_BLOCKS, rank.other)
+        for rank in ranks:
+            rank.driver.wait(rank.stream)
+        for step, size in enumerate(sizes):
+            got = np.stack([rank.result(step, SOAK_TOKENS[size]) for rank in ranks])
+            if size not in wanted:
+                check(got.view(BF16).reshape(2, SOAK_TOKENS[size], -1), draws[size])
+                wanted[size] = got[0]
+            np.testing.assert_array_equal(got, np.broadcast_to(wanted[size], got.shape))
+    for rank in ranks:
+        header = rank.driver.download(rank.workspace, 256).view(np.uint32)
+        assert (header[EPOCH_WORD], header[FAILED_WORD]) == (SOAK_STEPS, 0)
 
 
 def need_devices(count):
