@@ -45,6 +45,10 @@ Driver Open() {
   Resolve(library, "cuCtxSynchronize", &driver.cuCtxSynchronize);
   Resolve(library, "cuCtxEnablePeerAccess", &driver.cuCtxEnablePeerAccess);
   Resolve(library, "cuMemAlloc_v2", &driver.cuMemAlloc);
+  Resolve(library, "cuMemHostAlloc", &driver.cuMemHostAlloc);
+  Resolve(library, "cuMemHostGetDevicePointer_v2", &driver.cuMemHostGetDevicePointer);
+  Resolve(library, "cuIpcGetMemHandle", &driver.cuIpcGetMemHandle);
+  Resolve(library, "cuIpcOpenMemHandle_v2", &driver.cuIpcOpenMemHandle);
   Resolve(library, "cuMemsetD32_v2", &driver.cuMemsetD32);
   Resolve(library, "cuMemcpyHtoD_v2", &driver.cuMemcpyHtoD);
   Resolve(library, "cuMemcpyDtoH_v2", &driver.cuMemcpyDtoH);

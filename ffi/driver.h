@@ -21,7 +21,12 @@ using Library = struct LibraryOpaque*;
 using Kernel = struct KernelOpaque*;
 using Function = struct FunctionOpaque*;
 
+constexpr Result kPeerAccessUnsupported = 217;
 constexpr Result kPeerAccessAlreadyEnabled = 704;
+
+constexpr unsigned kIpcLazyEnablePeerAccess = 1;
+constexpr unsigned kHostPortable = 1;
+constexpr unsigned kHostDeviceMapped = 2;
 
 enum DeviceAttribute : int {
   kMultiprocessorCount = 16,
@@ -40,6 +45,10 @@ enum FunctionAttribute : int {
 enum LaunchAttributeId : int {
   kClusterDimension = 4,
   kProgrammaticStreamSerialization = 6,
+};
+
+struct IpcHandle {
+  char bytes[64];
 };
 
 union LaunchAttributeValue {
@@ -85,6 +94,10 @@ struct Driver {
   Result (*cuCtxSynchronize)();
   Result (*cuCtxEnablePeerAccess)(Context peer, unsigned flags);
   Result (*cuMemAlloc)(uint64_t* address, size_t num_bytes);
+  Result (*cuMemHostAlloc)(void** memory, size_t num_bytes, unsigned flags);
+  Result (*cuMemHostGetDevicePointer)(uint64_t* address, void* memory, unsigned flags);
+  Result (*cuIpcGetMemHandle)(IpcHandle* handle, uint64_t address);
+  Result (*cuIpcOpenMemHandle)(uint64_t* address, IpcHandle handle, unsigned flags);
   Result (*cuMemsetD32)(uint64_t address, unsigned word, size_t count);
   Result (*cuMemcpyHtoD)(uint64_t target, const void* source, size_t num_bytes);
   Result (*cuMemcpyDtoH)(void* target, uint64_t source, size_t num_bytes);

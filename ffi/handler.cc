@@ -1,7 +1,8 @@
 // The XLA FFI custom call `k3jax_launch`: a thin shell around LoadedProgram.
 //
-// Instantiate parses and needs no device, so programs compile on machines without a GPU. Initialize
-// loads the kernels. Execute only issues launches, so the call may be captured into a CUDA graph.
+// Instantiate parses and needs no device, so programs compile on machines without a GPU. Initialize,
+// which XLA calls before every run, loads the kernels the first time and asks the workspaces whether
+// they are fit to use. Execute only issues launches, so the call may be captured into a CUDA graph.
 
 #include <cstdint>
 #include <exception>
@@ -53,9 +54,10 @@ ffi::ErrorOr<std::unique_ptr<ProgramState>> Instantiate(std::string_view name,
   }
 }
 
-ffi::Error Initialize(int32_t device, ProgramState* state) {
+ffi::Error Initialize(int32_t device, ffi::RunId run, ProgramState* state) {
   try {
     state->program.Load(device);
+    state->program.Admit(device, run.run_id);
     return ffi::Error::Success();
   } catch (const std::exception& error) {
     return ToError(error);
@@ -105,7 +107,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(k3jax_launch_instantiate, k3jax::Instantiate,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     k3jax_launch_initialize, k3jax::Initialize,
-    ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().Ctx<ffi::State<k3jax::ProgramState>>());
+    ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().Ctx<ffi::RunId>().Ctx<ffi::State<k3jax::ProgramState>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(k3jax_launch_execute, k3jax::Execute,
                               ffi::Ffi::Bind()

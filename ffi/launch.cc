@@ -48,6 +48,11 @@ LoadedProgram::LoadedProgram(ProgramSpec spec) : spec_(std::move(spec)) {
     modules_.push_back(Module::Intern(kernel.cubin));
     kernel.cubin = {};  // the attribute it points into does not outlive this call
   }
+  for (const LaunchSpec& launch : spec_.launches) {
+    for (const Argument& argument : launch.arguments) {
+      if (argument.kind == ArgumentKind::kWorkspace) workspaces_.insert(argument.value);
+    }
+  }
 }
 
 void LoadedProgram::Load(int device) {
@@ -76,6 +81,10 @@ void LoadedProgram::LoadOn(int device) {
   }
   owned_[device] = std::move(resident);
   resident_[device].store(owned_[device].get(), std::memory_order_release);
+}
+
+void LoadedProgram::Admit(int device, int64_t run) const {
+  for (int64_t slot : workspaces_) AdmitRun(device, slot, run);
 }
 
 void LoadedProgram::Launch(int device, cuda::Stream stream, const Buffers& buffers) const {

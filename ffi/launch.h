@@ -7,6 +7,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <vector>
 
 #include "driver.h"
@@ -34,6 +35,9 @@ class LoadedProgram {
   // may wait for a device, so none may be left for when a kernel there already spins on a peer.
   void Load(int device);
 
+  // Asks the workspaces that the program uses whether it may run; before every run, on each device.
+  void Admit(int device, int64_t run) const;
+
   // Puts the launches on the stream: no allocation, no wait. The device must have been loaded.
   void Launch(int device, cuda::Stream stream, const Buffers& buffers) const;
 
@@ -49,6 +53,7 @@ class LoadedProgram {
 
   ProgramSpec spec_;
   std::vector<Module*> modules_;  // one a kernel of the program
+  std::set<int64_t> workspaces_;  // slots of those that the launches use
   std::mutex mutex_;
   std::array<std::unique_ptr<Resident>, kMaxDevices> owned_;
   std::array<std::atomic<const Resident*>, kMaxDevices> resident_ = {};

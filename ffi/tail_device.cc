@@ -1,43 +1,50 @@
 #include "tail_device.h"
 
+#include <algorithm>
+#include <cstring>
 #include <map>
-#include <mutex>
+#include <memory>
+#include <string>
 #include <utility>
 
-#include "driver.h"
 #include "failure.h"
 #include "workspace.h"
 
 namespace k3jax::tail {
 namespace {
 
-struct Created {
+constexpr size_t kRememberedRuns = 1024;
+
+struct Groups {
   std::mutex mutex;
-  std::map<std::pair<int, int64_t>, std::vector<int>> groups;  // by device and slot
+  std::map<std::pair<std::vector<int>, int64_t>, std::unique_ptr<DeviceGroup>> by_devices;
 };
 
-Created& GetCreated() {
-  static auto* created = new Created();
-  return *created;
+Groups& GetGroups() {
+  static auto* groups = new Groups();
+  return *groups;
+}
+
+[[noreturn]] void NoPeerAccess(int device, const std::string& peer) {
+  throw Failure(FailureKind::kFailedPrecondition,
+                Concat("device ", device, " cannot address the memory of ", peer,
+                       ", which the fused tail needs; choose tail='allreduce_overlap'"));
 }
 
 void EnablePeers(const std::vector<int>& devices) {
   const cuda::Driver& driver = cuda::GetDriver();
   for (int device : devices) {
+    if (device == kElsewhere) continue;
     cuda::ContextScope scope(cuda::PrimaryContext(device));
     for (int peer : devices) {
-      if (peer == device) continue;
+      if (peer == device || peer == kElsewhere) continue;
       cuda::Device from, to;
       int can_access = 0;
       cuda::Check(driver.cuDeviceGet(&from, device), Concat("finding device ", device));
       cuda::Check(driver.cuDeviceGet(&to, peer), Concat("finding device ", peer));
       cuda::Check(driver.cuDeviceCanAccessPeer(&can_access, from, to),
                   Concat("asking whether device ", device, " can address device ", peer));
-      if (!can_access) {
-        throw Failure(FailureKind::kFailedPrecondition,
-                      Concat("device ", device, " cannot address the memory of device ", peer,
-                             ", which the fused tail needs; choose tail='allreduce_overlap'"));
-      }
+      if (!can_access) NoPeerAccess(device, Concat("device ", peer));
       cuda::Result result = driver.cuCtxEnablePeerAccess(cuda::PrimaryContext(peer), 0);
       if (result != cuda::kPeerAccessAlreadyEnabled) {
         cuda::Check(result, Concat("letting device ", device, " address device ", peer));
@@ -46,119 +53,229 @@ void EnablePeers(const std::vector<int>& devices) {
   }
 }
 
-// Writes the header of one rank and arms its mailboxes.
-void Arm(const std::vector<int>& devices, const std::vector<uint64_t>& addresses, size_t rank,
-         const Layout& layout) {
-  uint32_t header[kHeaderWords] = {};
-  header[kMagicWord] = kMagic;
-  header[kVersionWord] = kLayoutVersion;
-  header[kRanksWord] = layout.ranks;
-  header[kRankWord] = rank;
-  header[kMaxTokensWord] = layout.max_tokens;
-  header[kLatentWord] = layout.latent;
-  header[kHiddenWord] = layout.hidden;
-  for (size_t peer = 0; peer < addresses.size(); ++peer) {
-    header[kPeersWord + 2 * peer] = static_cast<uint32_t>(addresses[peer]);
-    header[kPeersWord + 2 * peer + 1] = static_cast<uint32_t>(addresses[peer] >> 32);
-  }
-  const cuda::Driver& driver = cuda::GetDriver();
-  cuda::ContextScope scope(cuda::PrimaryContext(devices[rank]));
-  uint64_t mailboxes = addresses[rank] + sizeof(header);
-  cuda::Check(driver.cuMemsetD32(mailboxes, kArmed, layout.end() - kHeaderWords),
-              Concat("arming the workspace of device ", devices[rank]));
-  cuda::Check(driver.cuMemcpyHtoD(addresses[rank], header, sizeof(header)),
-              Concat("writing the workspace of device ", devices[rank]));
-  cuda::Check(driver.cuCtxSynchronize(), Concat("waiting for device ", devices[rank]));
+// The driver forgets the mapping with the process, as it does the memory.
+uint64_t OpenPeer(int device, int64_t rank, const cuda::IpcHandle& handle) {
+  cuda::ContextScope scope(cuda::PrimaryContext(device));
+  uint64_t address;
+  cuda::Result result =
+      cuda::GetDriver().cuIpcOpenMemHandle(&address, handle, cuda::kIpcLazyEnablePeerAccess);
+  if (result == cuda::kPeerAccessUnsupported) NoPeerAccess(device, Concat("rank ", rank));
+  cuda::Check(result, Concat("mapping the workspace of rank ", rank, " on device ", device));
+  return address;
 }
 
-void Synchronize(const std::vector<int>& devices) {
-  for (int device : devices) {
-    cuda::ContextScope scope(cuda::PrimaryContext(device));
-    cuda::Check(cuda::GetDriver().cuCtxSynchronize(), Concat("waiting for device ", device));
-  }
-}
-
-std::vector<uint64_t> Addresses(const std::vector<int>& devices, int64_t slot) {
-  std::vector<uint64_t> addresses;
-  for (int device : devices) addresses.push_back(WorkspaceAddress(device, slot));
-  return addresses;
+void Split(uint64_t address, uint32_t* words) {
+  words[0] = static_cast<uint32_t>(address);
+  words[1] = static_cast<uint32_t>(address >> 32);
 }
 
 }  // namespace
 
-void CreateWorkspaces(const std::vector<int>& devices, const Layout& layout, int64_t slot) {
-  Created& created = GetCreated();
-  std::lock_guard<std::mutex> lock(created.mutex);
-  for (int device : devices) {
-    auto found = created.groups.find({device, slot});
-    if (found == created.groups.end()) continue;
-    if (found->second == devices) return;
-    throw Failure(FailureKind::kFailedPrecondition,
-                  Concat("device ", device,
-                         " is already in another group of the fused tail; a device keeps its rank "
-                         "and its peers for the life of the process"));
-  }
+DeviceGroup& DeviceGroup::Create(const std::vector<int>& devices, const Layout& layout,
+                                 int64_t slot) {
+  Groups& groups = GetGroups();
+  std::lock_guard<std::mutex> lock(groups.mutex);
+  auto found = groups.by_devices.find({devices, slot});
+  if (found != groups.by_devices.end()) return *found->second;
+  std::unique_ptr<DeviceGroup> group(new DeviceGroup(devices, layout, slot));
+  return *(groups.by_devices[{devices, slot}] = std::move(group));
+}
+
+DeviceGroup& DeviceGroup::Get(const std::vector<int>& devices, int64_t slot) {
+  Groups& groups = GetGroups();
+  std::lock_guard<std::mutex> lock(groups.mutex);
+  auto found = groups.by_devices.find({devices, slot});
+  if (found != groups.by_devices.end()) return *found->second;
+  throw Failure(FailureKind::kFailedPrecondition,
+                Concat("the group of workspace ", slot, " was not created"));
+}
+
+DeviceGroup::DeviceGroup(const std::vector<int>& devices, const Layout& layout, int64_t slot)
+    : devices_(devices), layout_(layout), slot_(slot) {
+  const cuda::Driver& driver = cuda::GetDriver();
   EnablePeers(devices);
-  std::vector<uint64_t> addresses(devices.size());
-  for (size_t rank = 0; rank < devices.size(); ++rank) {
-    cuda::ContextScope scope(cuda::PrimaryContext(devices[rank]));
+  for (size_t number = 0; number < devices.size(); ++number) {
+    const int device = devices[number];
+    if (device == kElsewhere) continue;
+    cuda::ContextScope scope(cuda::PrimaryContext(device));
+    Rank rank{static_cast<int64_t>(number), device, 0, nullptr, {}};
     size_t num_bytes = layout.end() * sizeof(uint32_t);
-    cuda::Check(cuda::GetDriver().cuMemAlloc(&addresses[rank], num_bytes),
-                Concat("allocating ", num_bytes, " bytes for the workspace of device ",
-                       devices[rank]));
-  }
-  for (size_t rank = 0; rank < devices.size(); ++rank) Arm(devices, addresses, rank, layout);
-  for (size_t rank = 0; rank < devices.size(); ++rank) {
-    RegisterWorkspace(devices[rank], slot, addresses[rank]);
-    created.groups[{devices[rank], slot}] = devices;
+    cuda::Check(driver.cuMemAlloc(&rank.address, num_bytes),
+                Concat("allocating ", num_bytes, " bytes for the workspace of device ", device));
+    void* note;
+    cuda::Check(driver.cuMemHostAlloc(&note, sizeof(uint32_t),
+                                      cuda::kHostPortable | cuda::kHostDeviceMapped),
+                "allocating the word that tells the host of a failure");
+    rank.note = static_cast<uint32_t*>(note);
+    ranks_.push_back(std::move(rank));
   }
 }
 
-void CheckWorkspaces(const std::vector<int>& devices, int64_t slot) {
-  std::vector<uint64_t> addresses = Addresses(devices, slot);
-  Synchronize(devices);
-  for (size_t rank = 0; rank < devices.size(); ++rank) {
-    cuda::ContextScope scope(cuda::PrimaryContext(devices[rank]));
+std::vector<cuda::IpcHandle> DeviceGroup::Handles() const {
+  std::vector<cuda::IpcHandle> handles(devices_.size());
+  for (const Rank& rank : ranks_) {
+    cuda::ContextScope scope(cuda::PrimaryContext(rank.device));
+    cuda::Check(cuda::GetDriver().cuIpcGetMemHandle(&handles[rank.number], rank.address),
+                Concat("sharing the workspace of device ", rank.device, " with other processes"));
+  }
+  return handles;
+}
+
+void DeviceGroup::Connect(const std::vector<cuda::IpcHandle>& handles) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<uint64_t> here(devices_.size());
+  for (const Rank& rank : ranks_) here[rank.number] = rank.address;
+  for (Rank& rank : ranks_) {
+    rank.peers = here;
+    for (size_t peer = 0; peer < devices_.size(); ++peer) {
+      if (devices_[peer] == kElsewhere) rank.peers[peer] = OpenPeer(rank.device, peer, handles[peer]);
+    }
+    ArmRank(rank);
+    RegisterWorkspace(rank.device, slot_, rank.address,
+                      [this, device = rank.device](int64_t run) { Admit(device, run); });
+  }
+}
+
+void DeviceGroup::ArmRank(const Rank& rank) {
+  const cuda::Driver& driver = cuda::GetDriver();
+  cuda::ContextScope scope(cuda::PrimaryContext(rank.device));
+  uint32_t header[kHeaderWords] = {};
+  header[kMagicWord] = kMagic;
+  header[kVersionWord] = kLayoutVersion;
+  header[kRanksWord] = layout_.ranks;
+  header[kRankWord] = rank.number;
+  header[kMaxTokensWord] = layout_.max_tokens;
+  header[kLatentWord] = layout_.latent;
+  header[kHiddenWord] = layout_.hidden;
+  uint64_t note;
+  cuda::Check(driver.cuMemHostGetDevicePointer(&note, const_cast<uint32_t*>(rank.note), 0),
+              "mapping the word that tells the host of a failure");
+  Split(note, header + kNoteWord);
+  for (size_t peer = 0; peer < rank.peers.size(); ++peer) {
+    Split(rank.peers[peer], header + kPeersWord + 2 * peer);
+  }
+  *rank.note = 0;
+  cuda::Check(driver.cuMemsetD32(rank.address + sizeof(header), kArmed,
+                                 layout_.end() - kHeaderWords),
+              Concat("arming the workspace of device ", rank.device));
+  cuda::Check(driver.cuMemcpyHtoD(rank.address, header, sizeof(header)),
+              Concat("writing the workspace of device ", rank.device));
+  cuda::Check(driver.cuCtxSynchronize(), Concat("waiting for device ", rank.device));
+}
+
+void DeviceGroup::Admit(int device, int64_t run) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Rank& rank = *std::find_if(ranks_.begin(), ranks_.end(),
+                             [device](const Rank& rank) { return rank.device == device; });
+  auto number = [this](int64_t index) {
+    const int64_t forgotten = num_runs_ - static_cast<int64_t>(runs_.size());
+    return index < forgotten ? -1 : runs_[index - forgotten];
+  };
+  if (rank.runs > 0 && number(rank.runs - 1) == run) return;  // another call of the same run
+  if (rank.runs < num_runs_) {
+    if (number(rank.runs) != run) {
+      Refuse(Concat("device ", device, " comes to run ", run, ", where another device of the group "
+                    "has run ", number(rank.runs), ": one workspace serves one program at a time, "
+                    "on all of its devices; run them one after the other"));
+    }
+  } else {
+    if (!refusal_.empty()) Refuse(refusal_);
+    for (const Rank& rank : ranks_) {
+      const uint32_t note = *rank.note;
+      if (note == 0) continue;
+      Refuse(Concat("rank ", rank.number, " gave up waiting for rank ", note - 1,
+                    ", and results since then are NaN"));
+    }
+    runs_.push_back(run);
+    if (runs_.size() > kRememberedRuns) runs_.pop_front();
+    ++num_runs_;
+  }
+  ++rank.runs;
+}
+
+void DeviceGroup::Refuse(const std::string& reason) {
+  refusal_ = reason;
+  throw Failure(FailureKind::kFailedPrecondition,
+                Concat("the fused tail runs no further: ", reason,
+                       ". Reset its workspaces on all ranks (reset_workspaces)"));
+}
+
+void DeviceGroup::Check() {
+  Quiesce();
+  for (const Rank& rank : ranks_) {
+    cuda::ContextScope scope(cuda::PrimaryContext(rank.device));
     uint32_t header[kHeaderWords];
-    cuda::Check(cuda::GetDriver().cuMemcpyDtoH(header, addresses[rank], sizeof(header)),
-                Concat("reading the workspace of device ", devices[rank]));
+    cuda::Check(cuda::GetDriver().cuMemcpyDtoH(header, rank.address, sizeof(header)),
+                Concat("reading the workspace of device ", rank.device));
     if (header[kFailedWord] == 0) continue;
     throw Failure(FailureKind::kInternal,
                   Concat("the fused tail gave up in call ", header[kFailedWord] - 1, ": rank ",
-                         rank, " waited for rank ", header[kAwaitedWord],
-                         "; results since then are NaN. Reset the workspaces on all ranks"));
+                         rank.number, " waited for rank ", header[kAwaitedWord],
+                         "; results since then are NaN. Reset its workspaces on all ranks "
+                         "(reset_workspaces)"));
   }
 }
 
-void ResetWorkspaces(const std::vector<int>& devices, const Layout& layout, int64_t slot) {
-  std::vector<uint64_t> addresses = Addresses(devices, slot);
-  Synchronize(devices);  // no rank may still publish when another one is armed
-  for (size_t rank = 0; rank < devices.size(); ++rank) Arm(devices, addresses, rank, layout);
+void DeviceGroup::Quiesce() {
+  for (const Rank& rank : ranks_) {
+    cuda::ContextScope scope(cuda::PrimaryContext(rank.device));
+    cuda::Check(cuda::GetDriver().cuCtxSynchronize(), Concat("waiting for device ", rank.device));
+  }
+}
+
+void DeviceGroup::Arm() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (Rank& rank : ranks_) {
+    ArmRank(rank);
+    rank.runs = 0;
+  }
+  runs_.clear();
+  num_runs_ = 0;
+  refusal_.clear();
 }
 
 }  // namespace k3jax::tail
 
-// For ctypes (k3jax/runtime/workspace.py); each returns what Guard in failure.h says.
+// For ctypes (k3jax/runtime/mailboxes.py); each returns what Guard in failure.h says. `devices` has
+// -1 for the ranks of other processes, and `handles` 64 bytes a rank.
 extern "C" {
 
-const char* k3jax_tail_create(const int32_t* devices, int64_t ranks, int64_t max_tokens,
-                              int64_t latent, int64_t hidden, int64_t slot) {
-  return k3jax::Guard([&] {
-    k3jax::tail::CreateWorkspaces({devices, devices + ranks}, {ranks, max_tokens, latent, hidden},
-                                  slot);
+const char* k3jax_tail_allocate(const int32_t* devices, int64_t slot, int64_t ranks,
+                                int64_t max_tokens, int64_t latent, int64_t hidden,
+                                char* handles) {
+  using namespace k3jax;
+  return Guard([&] {
+    tail::DeviceGroup& group = tail::DeviceGroup::Create(
+        {devices, devices + ranks}, {ranks, max_tokens, latent, hidden}, slot);
+    if (handles == nullptr) return;  // all ranks live here
+    std::vector<cuda::IpcHandle> own = group.Handles();
+    std::memcpy(handles, own.data(), own.size() * sizeof(cuda::IpcHandle));
   });
 }
 
-const char* k3jax_tail_check(const int32_t* devices, int64_t ranks, int64_t slot) {
-  return k3jax::Guard([&] { k3jax::tail::CheckWorkspaces({devices, devices + ranks}, slot); });
+const char* k3jax_tail_connect(const int32_t* devices, int64_t slot, int64_t ranks,
+                               const char* handles) {
+  using namespace k3jax;
+  return Guard([&] {
+    std::vector<cuda::IpcHandle> all(ranks);
+    if (handles != nullptr) std::memcpy(all.data(), handles, ranks * sizeof(cuda::IpcHandle));
+    tail::DeviceGroup::Get({devices, devices + ranks}, slot).Connect(all);
+  });
 }
 
-const char* k3jax_tail_reset(const int32_t* devices, int64_t ranks, int64_t max_tokens,
-                             int64_t latent, int64_t hidden, int64_t slot) {
-  return k3jax::Guard([&] {
-    k3jax::tail::ResetWorkspaces({devices, devices + ranks}, {ranks, max_tokens, latent, hidden},
-                                 slot);
-  });
+const char* k3jax_tail_check(const int32_t* devices, int64_t slot, int64_t ranks) {
+  return k3jax::Guard(
+      [&] { k3jax::tail::DeviceGroup::Get({devices, devices + ranks}, slot).Check(); });
+}
+
+const char* k3jax_tail_quiesce(const int32_t* devices, int64_t slot, int64_t ranks) {
+  return k3jax::Guard(
+      [&] { k3jax::tail::DeviceGroup::Get({devices, devices + ranks}, slot).Quiesce(); });
+}
+
+const char* k3jax_tail_arm(const int32_t* devices, int64_t slot, int64_t ranks) {
+  return k3jax::Guard(
+      [&] { k3jax::tail::DeviceGroup::Get({devices, devices + ranks}, slot).Arm(); });
 }
 
 }  // extern "C"

@@ -1,28 +1,76 @@
-// The fused tail's workspaces on the GPUs of one process: allocation, failures, reset.
+// The fused tail's workspaces on the GPUs of this process: allocation, peers, failures, reset.
 //
-// docs/protocol.md says what lies in a workspace. One group is one process: its devices address one
-// another directly. A workspace is registered (workspace.h) and stays for the life of the process.
+// docs/protocol.md says what lies in a workspace. The ranks of a group live on GPUs of this process
+// or of others on the same machine; a workspace stays for the life of the process.
 
 #ifndef K3JAX_FFI_TAIL_DEVICE_H_
 #define K3JAX_FFI_TAIL_DEVICE_H_
 
 #include <cstdint>
+#include <deque>
+#include <mutex>
+#include <string>
 #include <vector>
 
+#include "driver.h"
 #include "tail_layout.h"
 
 namespace k3jax::tail {
 
-// Allocates, arms and registers the workspaces of a group, rank r on devices[r]. Once they exist,
-// the same call does nothing. Throws a Failure if a device cannot address another one's memory.
-void CreateWorkspaces(const std::vector<int>& devices, const Layout& layout, int64_t slot);
+constexpr int kElsewhere = -1;  // the device of a rank that lives in another process
 
-// Throws a Failure that names who waited for whom if a call of the group has failed. Waits for the
-// devices.
-void CheckWorkspaces(const std::vector<int>& devices, int64_t slot);
+// Every method may be called from several threads at once.
+class DeviceGroup {
+ public:
+  // The group of rank r on device devices[r], its workspaces allocated on the first call. Throws a
+  // Failure if a device cannot address the memory of another one of this process.
+  static DeviceGroup& Create(const std::vector<int>& devices, const Layout& layout, int64_t slot);
 
-// Makes a group usable again after a failure: waits for all its devices, then arms everything.
-void ResetWorkspaces(const std::vector<int>& devices, const Layout& layout, int64_t slot);
+  // One that was created; throws a Failure if it was not.
+  static DeviceGroup& Get(const std::vector<int>& devices, int64_t slot);
+
+  // What another process opens the workspaces of this process's ranks with; zeros for the others.
+  std::vector<cuda::IpcHandle> Handles() const;
+
+  // Arms the workspaces here, tells each where its peers are, those elsewhere by their handles, and
+  // registers it. No program may run before this is done on all ranks.
+  void Connect(const std::vector<cuda::IpcHandle>& handles);
+
+  // Before each run of a program on each device, without waiting for it: throws a Failure if a call
+  // has failed, or if the devices take their runs in different orders. Refuses a run on all devices
+  // of this process or on none.
+  void Admit(int device, int64_t run);
+
+  // Throws a Failure that names who waited for whom if a call has failed. Waits for the devices.
+  void Check();
+
+  // Reset in two steps, for once all ranks have done the first and nobody publishes any more.
+  void Quiesce();
+  void Arm();
+
+ private:
+  struct Rank {
+    int64_t number;
+    int device;
+    uint64_t address;
+    volatile uint32_t* note;      // where the kernel writes whom it gave up on, plus 1
+    std::vector<uint64_t> peers;  // the workspaces of all ranks, as this device sees them
+    int64_t runs = 0;             // how many it has been admitted to
+  };
+
+  DeviceGroup(const std::vector<int>& devices, const Layout& layout, int64_t slot);
+  void ArmRank(const Rank& rank);
+  [[noreturn]] void Refuse(const std::string& reason);
+
+  const std::vector<int> devices_;
+  const Layout layout_;
+  const int64_t slot_;
+  std::mutex mutex_;
+  std::vector<Rank> ranks_;   // those here
+  std::deque<int64_t> runs_;  // in the order of their first admission, the newest last
+  int64_t num_runs_ = 0;
+  std::string refusal_;  // why no run is admitted until a reset, empty if they are
+};
 
 }  // namespace k3jax::tail
 

@@ -1,24 +1,24 @@
-// The ranks of one tensor-parallel group inside one process: their workspaces on the host, who is
-// inside a call, and what happens after a failure. docs/protocol.md is the specification.
+// The ranks of one tensor-parallel group on the host: their workspaces, who is inside a call, and
+// what happens after a failure. docs/protocol.md is the specification.
 
 #ifndef K3JAX_FFI_TAIL_GROUP_H_
 #define K3JAX_FFI_TAIL_GROUP_H_
 
-#include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
+#include <deque>
+#include <memory>
 #include <mutex>
-#include <set>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "tail_layout.h"
+#include "tail_segment.h"
 
 namespace k3jax::tail {
 
-enum class ErrorKind { kInvalidArgument, kFailedPrecondition, kDeadlineExceeded };
+enum class ErrorKind : int { kInvalidArgument, kFailedPrecondition, kDeadlineExceeded, kUnavailable };
 
 // Ends the failing execution on every rank of the group.
 class TailError : public std::runtime_error {
@@ -33,55 +33,74 @@ class TailError : public std::runtime_error {
 
 // What all ranks must agree on before anybody polls for data.
 struct CallFacts {
-  int64_t run;  // the execution's number, the same on all its ranks
   int64_t tokens;
   bool two_shot;
   bool scattered;
+  int64_t execution = 0;  // which one of the group's it is; `Call` counts
 
   uint64_t Pack() const;
   static CallFacts Unpack(uint64_t word);
   std::string Describe() const;
 };
 
+struct Control;
+
 class Group {
  public:
+  // All ranks in this process.
   explicit Group(const Layout& layout);
 
-  // The group of this number with this layout, made on first use and kept.
-  static Group& Get(int64_t number, const Layout& layout);
+  // These ranks in this process, the others wherever the segment of NumBytes is shared. Who creates
+  // the segment prepares it, before anybody else has its name.
+  Group(const Layout& layout, std::unique_ptr<Segment> segment, const std::vector<int64_t>& ranks,
+        bool created);
+
+  static size_t NumBytes(const Layout& layout);
+
+  // The group of these members (any numbers that tell it from others) with this layout. One that
+  // nobody has added has all its ranks here, and is made on first use.
+  static Group& Get(const std::vector<int64_t>& members, const Layout& layout);
+  static void Add(const std::vector<int64_t>& members, std::unique_ptr<Group> group);
 
   const Layout& layout() const { return layout_; }
 
  private:
   friend class Call;
-  using Deadline = std::chrono::steady_clock::time_point;
 
-  void Enter(int64_t rank, int64_t run, Deadline deadline);
-  void Leave(int64_t rank);
-  [[noreturn]] void Fail(int64_t run, const TailError& error);
-  void Arm();
-  uint64_t& facts_at(int64_t reader, int64_t slot, int64_t from) {
+  uint32_t* workspace(int64_t rank) const { return workspaces_ + rank * layout_.end(); }
+  uint64_t& facts_at(int64_t reader, int64_t slot, int64_t from) const {
     return facts_[(reader * kSlots + slot) * layout_.ranks + from];
   }
 
-  const Layout layout_;
-  std::vector<std::vector<uint32_t>> workspaces_;  // one a rank
-  std::vector<uint64_t> facts_;                    // [reader, slot, from]; 0 is armed
+  // Admits a rank and returns the number of its execution.
+  int64_t Enter(int64_t rank, int64_t run);
+  void Leave(int64_t rank);
+  int64_t NumberOf(int64_t run);
+  void Arm(int64_t rank);
 
-  std::mutex mutex_;
-  std::condition_variable left_;
-  std::vector<int64_t> inside_;     // the execution that is inside on each rank, 0 for none
-  std::set<int64_t> failed_runs_;
-  std::atomic<bool> broken_{false};  // a failure that has not been reset yet
-  ErrorKind first_kind_ = ErrorKind::kInvalidArgument;
-  std::string first_error_;
+  // Ends this execution and those before it on all ranks.
+  [[noreturn]] void Fail(int64_t execution, ErrorKind kind, const std::string& message);
+  [[noreturn]] void ThrowFailure();
+
+  const Layout layout_;
+  const std::unique_ptr<Segment> segment_;
+  Control* const control_;
+  uint64_t* const facts_;       // [reader, slot, from]; 0 is armed
+  uint32_t* const workspaces_;  // one a rank
+
+  std::mutex mutex_;             // guards the rest, which concerns the ranks of this process
+  std::vector<int64_t> inside_;  // the execution that is inside on each rank, 0 for none
+  std::deque<int64_t> runs_;     // XLA's numbers of the last executions, the newest last
+  int64_t executions_ = 0;
 };
 
 // One rank's passage through one call: owns the epoch, the polling budget and all mailbox access.
 class Call {
  public:
-  // Enters, moves the epoch on and agrees with the other ranks.
-  Call(Group& group, int64_t rank, const CallFacts& facts, std::chrono::milliseconds budget);
+  // Enters, recovers with the others if an execution has failed, moves the epoch on and agrees with
+  // the other ranks. `run` is XLA's number of the execution, the same on all ranks of a process.
+  Call(Group& group, int64_t rank, int64_t run, const CallFacts& facts,
+       std::chrono::milliseconds budget);
   ~Call();
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
@@ -100,15 +119,19 @@ class Call {
   void Receive(int64_t from, int64_t at, uint32_t* words, int64_t count);
 
  private:
-  template <typename Word>
-  Word Poll(const Word& word, Word armed, int64_t from);
-  void Agree(const CallFacts& facts);
+  void Recover();
+  void Agree(CallFacts facts);
+
+  // Waits until something that rank `from` does has come about.
+  template <typename Condition>
+  void Await(int64_t from, Condition condition);
+  void LookAround(int64_t from);
 
   Group& group_;
   const int64_t rank_;
-  const int64_t run_;
   const std::chrono::milliseconds budget_;
-  const Group::Deadline deadline_;
+  const std::chrono::steady_clock::time_point deadline_;
+  int64_t execution_ = 0;
   uint32_t epoch_ = 0;
   uint32_t previous_ = 0;  // the header's word about the call before
   int64_t slot_ = 0;

@@ -5,6 +5,9 @@
 // unweighted expert rows, bfloat16 [T, K, L], followed by weights float32 [T, K] and ids int32
 // [T, K]; shared partial bfloat16 [T, H]; gain bfloat16 [L]; up-projection bfloat16, all rows
 // [H, L] or the rank's own [H / R, L]. Result: bfloat16 [T, H], or [T, H / R] if scattered.
+//
+// Attribute `members`: the devices of all groups, rank after rank and group after group; or nothing,
+// where the group number alone tells groups apart.
 
 #include <chrono>
 #include <cmath>
@@ -197,6 +200,8 @@ ffi::ErrorCode Code(ErrorKind kind) {
       return ffi::ErrorCode::kFailedPrecondition;
     case ErrorKind::kDeadlineExceeded:
       return ffi::ErrorCode::kDeadlineExceeded;
+    case ErrorKind::kUnavailable:
+      return ffi::ErrorCode::kUnavailable;
   }
   return ffi::ErrorCode::kInternal;
 }
@@ -267,9 +272,18 @@ Inputs ReadInputs(ffi::RemainingArgs& operands, const Shapes& shapes, float eps,
   return in;
 }
 
+// What tells one group from all others of this process.
+std::vector<int64_t> GroupMembers(ffi::Span<const int64_t> members, int64_t number, int64_t ranks) {
+  if (members.size() == 0) return {number};
+  Want(0 <= number && (number + 1) * ranks <= static_cast<int64_t>(members.size()),
+       "the group's number lies outside its members");
+  return {members.begin() + number * ranks, members.begin() + (number + 1) * ranks};
+}
+
 ffi::Error Execute(ffi::RunId run, ffi::RemainingArgs operands,
                    ffi::Result<ffi::BufferR2<ffi::BF16>> y, int64_t ranks, int64_t max_tokens,
-                   float eps, bool two_shot, bool scattered, int64_t budget_ms) {
+                   float eps, bool two_shot, bool scattered, int64_t budget_ms,
+                   ffi::Span<const int64_t> members) {
   try {
     Shapes shapes{ranks, max_tokens, two_shot, scattered};
     int64_t number, rank;
@@ -278,9 +292,9 @@ ffi::Error Execute(ffi::RunId run, ffi::RemainingArgs operands,
     int64_t width = scattered ? layout.hidden / ranks : layout.hidden;
     Want(y->dimensions()[0] == in.tokens && y->dimensions()[1] == width,
          "the result's shape is off");
-    // 31 bits of an execution's number tell it from all others that may be near; 0 means none.
-    CallFacts facts{run.run_id % 0x7fffffff + 1, in.tokens, two_shot, scattered};
-    Call call(Group::Get(number, layout), rank, facts, std::chrono::milliseconds(budget_ms));
+    Group& group = Group::Get(GroupMembers(members, number, ranks), layout);
+    Call call(group, rank, run.run_id, {in.tokens, two_shot, scattered},
+              std::chrono::milliseconds(budget_ms));
     Tail(call, in, two_shot, scattered).Run(reinterpret_cast<Half*>(y->untyped_data()));
     return ffi::Error::Success();
   } catch (const TailError& error) {
@@ -303,7 +317,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(k3jax_tail_execute, k3jax::tail::Execute,
                                   .Attr<float>("eps")
                                   .Attr<bool>("two_shot")
                                   .Attr<bool>("scattered")
-                                  .Attr<int64_t>("budget_ms"));
+                                  .Attr<int64_t>("budget_ms")
+                                  .Attr<ffi::Span<const int64_t>>("members"));
 
 // Fills header words, then the first word of latent, shared, normed, output, and the end.
 extern "C" void k3jax_tail_layout(int64_t ranks, int64_t max_tokens, int64_t latent, int64_t hidden,
@@ -316,3 +331,22 @@ extern "C" void k3jax_tail_layout(int64_t ranks, int64_t max_tokens, int64_t lat
   words[4] = layout.output_begin();
   words[5] = layout.end();
 }
+
+// For ctypes (k3jax/runtime/mailboxes.py); what Guard in failure.h says. The mailboxes of a group
+// whose ranks live in several processes: `here` are those of this one, and the process that creates
+// the shared memory does so before the others come. A second call replaces what the first made.
+extern "C" const char* k3jax_tail_host_join(const char* name, int64_t create, const int64_t* members,
+                                            const int64_t* here, int64_t num_here, int64_t ranks,
+                                            int64_t max_tokens, int64_t latent, int64_t hidden) {
+  using namespace k3jax::tail;
+  return k3jax::Guard([&] {
+    Layout layout{ranks, max_tokens, latent, hidden};
+    size_t num_bytes = Group::NumBytes(layout);
+    auto segment = create ? Segment::Create(name, num_bytes) : Segment::Open(name, num_bytes);
+    Group::Add({members, members + ranks},
+               std::make_unique<Group>(layout, std::move(segment),
+                                       std::vector<int64_t>(here, here + num_here), create));
+  });
+}
+
+extern "C" void k3jax_tail_host_unlink(const char* name) { k3jax::tail::Segment::Unlink(name); }

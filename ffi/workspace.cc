@@ -9,9 +9,14 @@
 namespace k3jax {
 namespace {
 
+struct Workspace {
+  uint64_t address;
+  Admission admission;
+};
+
 struct Registry {
   std::mutex mutex;
-  std::map<std::pair<int, int64_t>, uint64_t> addresses;
+  std::map<std::pair<int, int64_t>, Workspace> workspaces;
 };
 
 Registry& GetRegistry() {
@@ -19,27 +24,33 @@ Registry& GetRegistry() {
   return *registry;
 }
 
-}  // namespace
-
-void RegisterWorkspace(int device, int64_t slot, uint64_t address) {
+// What is registered stays where it is, so the reference outlives the lock.
+const Workspace& Find(int device, int64_t slot) {
   Registry& registry = GetRegistry();
   std::lock_guard<std::mutex> lock(registry.mutex);
-  auto [entry, inserted] = registry.addresses.try_emplace({device, slot}, address);
-  if (inserted || entry->second == address) return;
+  auto found = registry.workspaces.find({device, slot});
+  if (found != registry.workspaces.end()) return found->second;
+  throw Failure(FailureKind::kFailedPrecondition,
+                Concat("no workspace ", slot, " on device ", device,
+                       ": create the collective workspace before the program that uses it runs"));
+}
+
+}  // namespace
+
+void RegisterWorkspace(int device, int64_t slot, uint64_t address, Admission admission) {
+  Registry& registry = GetRegistry();
+  std::lock_guard<std::mutex> lock(registry.mutex);
+  auto [entry, inserted] = registry.workspaces.try_emplace(
+      {device, slot}, Workspace{address, std::move(admission)});
+  if (inserted || entry->second.address == address) return;
   throw Failure(FailureKind::kFailedPrecondition,
                 Concat("workspace ", slot, " of device ", device,
                        " is already registered; captured graphs hold its address, so it stays for "
                        "the life of the process"));
 }
 
-uint64_t WorkspaceAddress(int device, int64_t slot) {
-  Registry& registry = GetRegistry();
-  std::lock_guard<std::mutex> lock(registry.mutex);
-  auto found = registry.addresses.find({device, slot});
-  if (found != registry.addresses.end()) return found->second;
-  throw Failure(FailureKind::kFailedPrecondition,
-                Concat("no workspace ", slot, " on device ", device,
-                       ": create the collective workspace before the program that uses it runs"));
-}
+uint64_t WorkspaceAddress(int device, int64_t slot) { return Find(device, slot).address; }
+
+void AdmitRun(int device, int64_t slot, int64_t run) { Find(device, slot).admission(run); }
 
 }  // namespace k3jax

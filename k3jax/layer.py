@@ -75,7 +75,7 @@ def moe_layer(
     num_tokens = inputs["x"].shape[0]
     plan = _resolve_plan(plan, config, num_tokens, parallel, output, packed is not None)
     if parallel and plan.tail.tier == TailTier.TAIL_FUSION:
-        create_workspaces(config, parallel)
+        create_workspaces(config, parallel, f"{plan.num_tokens} tokens a rank, {output} output")
     y = _moe_sharded(params, inputs, config=config, parallel=parallel, plan=plan)
     return y.reshape(*batch, config.hidden_size)
 

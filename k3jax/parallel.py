@@ -98,12 +98,14 @@ class RankGroup:
     """The ranks that share one layer, as ops see them. `SINGLE` is the group of one.
 
     Every collective adds in the dtype it is given; callers choose the width. `axis` and
-    `other_axes` are for this module alone.
+    `other_axes` are for this module alone. `devices` are JAX's numbers of the devices of all groups
+    of the mesh, rank after rank and group after group; none for an abstract mesh.
     """
 
     size: int = 1
     axis: str | None = None
     other_axes: tuple[str, ...] = ()
+    devices: tuple[int, ...] = ()
 
     def index(self) -> jax.Array | int:
         """This rank's number, 0..size-1."""
@@ -145,7 +147,8 @@ def run_sharded(
         return function(SINGLE, *args)
     mesh = parallel.mesh
     others = tuple(name for name in mesh.axis_names if name != parallel.axis)
-    group = RankGroup(parallel.tp, parallel.axis, others)
+    devices = tuple(device.id for group in parallel.device_groups() for device in group)
+    group = RankGroup(parallel.tp, parallel.axis, others, devices)
     if any(kind == AxisType.Explicit for kind in mesh.axis_types):
         args = jax.tree.map(
             lambda spec, tree: jax.tree.map(lambda leaf: _reshard(leaf, parallel, spec), tree),

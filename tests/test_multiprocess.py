@@ -26,6 +26,7 @@ CASES = {
     "allreduce_overlap": "replicated",
     "column_parallel": "replicated",
     "unfused": "scattered",
+    "tail_fusion": "replicated",
 }
 
 

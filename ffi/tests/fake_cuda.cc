@@ -140,6 +140,27 @@ Result cuMemAlloc_v2(uint64_t* address, size_t num_bytes) {
   return Called("cuMemAlloc");
 }
 
+Result cuMemHostAlloc(void** memory, size_t num_bytes, unsigned) {
+  *memory = std::malloc(num_bytes);
+  return Called("cuMemHostAlloc");
+}
+
+Result cuMemHostGetDevicePointer_v2(uint64_t* address, void* memory, unsigned) {
+  *address = reinterpret_cast<uint64_t>(memory);
+  return Called("cuMemHostGetDevicePointer");
+}
+
+// A handle holds the address, and a mapping lies where the memory does.
+Result cuIpcGetMemHandle(IpcHandle* handle, uint64_t address) {
+  std::memcpy(handle->bytes, &address, sizeof(address));
+  return Called("cuIpcGetMemHandle");
+}
+
+Result cuIpcOpenMemHandle_v2(uint64_t* address, IpcHandle handle, unsigned) {
+  std::memcpy(address, handle.bytes, sizeof(*address));
+  return Called("cuIpcOpenMemHandle");
+}
+
 Result cuMemsetD32_v2(uint64_t address, unsigned word, size_t count) {
   std::fill_n(reinterpret_cast<unsigned*>(address), count, word);
   return Called("cuMemsetD32");

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "../failure.h"
+#include "../workspace.h"
 #include "check.h"
 #include "fake_cuda.h"
 #include "xla/ffi/api/c_api.h"
@@ -27,6 +29,7 @@ struct XLA_FFI_InvokeContext {
   void* state = nullptr;
   void* stream = reinterpret_cast<void*>(0x5157);
   int32_t device = 1;
+  int64_t run = 0;
 };
 
 namespace k3jax {
@@ -56,6 +59,10 @@ XLA_FFI_Api MakeApi() {
     args->device_ordinal = args->ctx->device;
     return nullptr;
   };
+  api.XLA_FFI_RunId_Get = [](XLA_FFI_RunId_Get_Args* args) -> XLA_FFI_Error* {
+    args->run_id = args->ctx->run;
+    return nullptr;
+  };
   return api;
 }
 
@@ -82,7 +89,8 @@ class Call {
     return Message(k3jax_launch_instantiate(&frame));
   }
 
-  std::string Initialize() {
+  std::string Initialize(int64_t run = 0) {
+    context_.run = run;
     XLA_FFI_CallFrame frame = MakeFrame(XLA_FFI_ExecutionStage_INITIALIZE);
     return Message(k3jax_launch_initialize(&frame));
   }
@@ -156,6 +164,23 @@ TEST(StagesRunInOrderAndPassBuffersOn) {
   CHECK((fake->launches[0].arguments[0] == 0x1008 && fake->launches[0].arguments[1] == 0x2000));
   CHECK((fake->launches[1].arguments[0] == 0x3008 && fake->launches[1].arguments[1] == 0x4000));
   CHECK(uint32_t(fake->launches[1].arguments[2]) == 7);
+}
+
+TEST(EveryRunAsksTheWorkspaceFirst) {
+  std::vector<int64_t> runs;
+  RegisterWorkspace(1, 9, 0xabc000, [&runs](int64_t run) {
+    if (run == 43) throw Failure(FailureKind::kFailedPrecondition, "not this one");
+    runs.push_back(run);
+  });
+  std::vector<int64_t> words = Words(10);
+  words[words.size() - 9] = 4;  // operand 0 becomes workspace 9
+  words[words.size() - 8] = 9;
+  Call call("\177ELFone:3;", words);
+  CHECK(call.Instantiate() == "");
+  CHECK(call.Initialize(42) == "");
+  CHECK(Holds(call.Initialize(43), "k3jax: not this one"));
+  CHECK(call.Initialize(44) == "");
+  CHECK((runs == std::vector<int64_t>{42, 44}));
 }
 
 TEST(ErrorsBecomeXlaErrors) {

@@ -164,10 +164,16 @@ TEST(WorkspacesAreFoundPerDeviceAndNeverMove) {
   for (LaunchSpec& launch : spec.launches) launch.arguments[0] = {ArgumentKind::kWorkspace, 5, 64};
   LoadedProgram program(std::move(spec));
   program.Load(0);
+  CHECK_THROWS(program.Admit(0, 7), "no workspace 5 on device 0");
   CHECK_THROWS(program.Launch(0, kStream, MakeBuffers()), "no workspace 5 on device 0");
-  RegisterWorkspace(0, 5, 0xabc000);
-  RegisterWorkspace(0, 5, 0xabc000);
-  CHECK_THROWS(RegisterWorkspace(0, 5, 0xdef000), "workspace 5 of device 0 is already registered");
+  std::vector<int64_t> runs;
+  auto admission = [&runs](int64_t run) { runs.push_back(run); };
+  RegisterWorkspace(0, 5, 0xabc000, admission);
+  RegisterWorkspace(0, 5, 0xabc000, admission);
+  CHECK_THROWS(RegisterWorkspace(0, 5, 0xdef000, admission),
+               "workspace 5 of device 0 is already registered");
+  program.Admit(0, 8);
+  CHECK(runs == std::vector<int64_t>{8});  // once a run, however many launches use it
   program.Launch(0, kStream, MakeBuffers());
   CHECK(fake->launches.back().arguments[0] == 0xabc040);
   CHECK_THROWS(WorkspaceAddress(1, 5), "no workspace 5 on device 1");

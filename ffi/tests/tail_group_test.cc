@@ -1,9 +1,15 @@
-// The fused tail's protocol between threads: every word checked, ranks fast and slow, failures.
+// The fused tail's protocol between threads and between processes: every word checked, ranks fast
+// and slow, failures.
 
 #include "../tail_group.h"
 
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <random>
 #include <string>
 #include <thread>
@@ -71,17 +77,19 @@ std::string Exchange(Call& call, int64_t number, const Plan& plan, bool pause = 
   return "";
 }
 
+const std::vector<int64_t> kAllRanks{0, 1, 2, 3};
+
 // Runs `body(rank)` on a thread a rank; returns what each threw or returned.
 template <typename Body>
-std::vector<std::string> OnRanks(int64_t ranks, Body body) {
-  std::vector<std::string> said(ranks);
+std::vector<std::string> OnRanks(const std::vector<int64_t>& ranks, Body body) {
+  std::vector<std::string> said(ranks.size());
   std::vector<std::thread> threads;
-  for (int64_t rank = 0; rank < ranks; ++rank) {
-    threads.emplace_back([&, rank] {
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    threads.emplace_back([&, i] {
       try {
-        said[rank] = body(rank);
+        said[i] = body(ranks[i]);
       } catch (const TailError& error) {
-        said[rank] = error.what();
+        said[i] = error.what();
       }
     });
   }
@@ -96,19 +104,20 @@ bool AllSay(const std::vector<std::string>& said, const std::string& piece) {
   return true;
 }
 
-std::vector<std::string> Run(Group& group, int64_t calls, unsigned seed) {
+std::vector<std::string> Run(Group& group, int64_t calls, unsigned seed,
+                             const std::vector<int64_t>& ranks = kAllRanks) {
   int64_t run = next_run++;
   std::vector<Plan> plans;
   std::mt19937 random(seed);
   for (int64_t i = 0; i < calls; ++i) {
     plans.push_back({1 + static_cast<int64_t>(random() % 6), random() % 2 == 0});
   }
-  return OnRanks(kLayout.ranks, [&](int64_t rank) -> std::string {
+  return OnRanks(ranks, [&](int64_t rank) -> std::string {
     std::mt19937 pace(seed + rank);
     for (int64_t number = 0; number < calls; ++number) {
       if (pace() % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(pace() % 300));
       const Plan& plan = plans[number];
-      Call call(group, rank, {run, plan.tokens, plan.two_shot, false}, milliseconds(20000));
+      Call call(group, rank, run, {plan.tokens, plan.two_shot, false}, milliseconds(20000));
       std::string wrong = Exchange(call, number, plan, pace() % 8 == 0);
       if (!wrong.empty()) return wrong;
     }
@@ -127,25 +136,25 @@ TEST(AnAbsentRankIsNamedOnAllOthersAndTheNextRunIsClean) {
   Group group(kLayout);
   for (int round = 0; round < 3; ++round) {
     int64_t run = next_run++;
-    auto said = OnRanks(kLayout.ranks, [&](int64_t rank) -> std::string {
+    auto said = OnRanks(kAllRanks, [&](int64_t rank) -> std::string {
       if (rank == 2) return "waits for rank 2";
-      Call call(group, rank, {run, 3, false, false}, milliseconds(100));
+      Call call(group, rank, run, {3, false, false}, milliseconds(100));
       return Exchange(call, 0, {3, false});
     });
     CHECK(AllSay(said, "waits for rank 2"));
     // Its late arrival belongs to the failed execution.
-    CHECK_THROWS(Call(group, 2, {run, 3, false, false}, milliseconds(100)), "waits for rank 2");
+    CHECK_THROWS(Call(group, 2, run, {3, false, false}, milliseconds(100)), "waits for rank 2");
     for (const std::string& one : Run(group, 20, round)) CHECK(one.empty());
-    CHECK_THROWS(Call(group, 2, {run, 3, false, false}, milliseconds(100)), "rank 2");
+    CHECK_THROWS(Call(group, 2, run, {3, false, false}, milliseconds(100)), "rank 2");
   }
 }
 
 TEST(DisagreementIsNamedOnAllRanks) {
   Group group(kLayout);
   int64_t run = next_run++;
-  auto said = OnRanks(kLayout.ranks, [&](int64_t rank) -> std::string {
+  auto said = OnRanks(kAllRanks, [&](int64_t rank) -> std::string {
     Plan plan{rank == 3 ? 2 : 5, false};
-    Call call(group, rank, {run, plan.tokens, false, false}, milliseconds(5000));
+    Call call(group, rank, run, {plan.tokens, false, false}, milliseconds(5000));
     return Exchange(call, 0, plan);
   });
   CHECK(AllSay(said, "ranks disagree"));
@@ -157,12 +166,133 @@ TEST(TwoExecutionsAtOnceAreRefused) {
   Group group(kLayout);
   int64_t run = next_run;
   next_run += 2;
-  auto said = OnRanks(kLayout.ranks, [&](int64_t rank) -> std::string {
-    Call call(group, rank, {run + rank % 2, 1, false, false}, milliseconds(5000));
+  auto said = OnRanks(kAllRanks, [&](int64_t rank) -> std::string {
+    Call call(group, rank, run + rank % 2, {1, false, false}, milliseconds(5000));
     return Exchange(call, 0, {1, false});
   });
   CHECK(AllSay(said, "one program at a time"));
   for (const std::string& one : Run(group, 20, 9)) CHECK(one.empty());
+}
+
+// Two ranks here and two in a child, which does `in_child(group)` and ends with what it returns.
+class TwoProcesses {
+ public:
+  template <typename Body>
+  explicit TwoProcesses(Body in_child) {
+    const std::string name = "/k3jax-test-" + std::to_string(getpid());
+    const size_t num_bytes = Group::NumBytes(kLayout);
+    group_ = std::make_unique<Group>(kLayout, Segment::Create(name, num_bytes), kHere, true);
+    child_ = fork();
+    if (child_ == 0) {
+      Group group(kLayout, Segment::Open(name, num_bytes), kThere, false);
+      kill(getpid(), SIGSTOP);  // until the parent knows that the ranks are claimed
+      _exit(in_child(group) ? 0 : 1);
+    }
+    int status;
+    waitpid(child_, &status, WUNTRACED);
+    Segment::Unlink(name);
+    kill(child_, SIGCONT);
+  }
+
+  Group& group() { return *group_; }
+
+  // How the child ended: its exit code, or minus the signal.
+  int Join() {
+    int status;
+    waitpid(child_, &status, 0);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+  }
+
+  static inline const std::vector<int64_t> kHere{0, 2}, kThere{1, 3};
+
+ private:
+  std::unique_ptr<Group> group_;
+  pid_t child_;
+};
+
+bool Clean(const std::vector<std::string>& said) {
+  for (const std::string& one : said) {
+    if (!one.empty()) return false;
+  }
+  return true;
+}
+
+TEST(TwoProcessesExchangeEveryWord) {
+  TwoProcesses processes([](Group& group) { return Clean(Run(group, 300, 11, {1, 3})); });
+  CHECK(Clean(Run(processes.group(), 300, 11, {0, 2})));
+  CHECK(processes.Join() == 0);
+}
+
+// Ranks 0 to 2 make a call; rank 3 stays away, and makes one that is too late if it shall.
+std::vector<std::string> WithoutRank3(Group& group, const std::vector<int64_t>& ranks, bool late) {
+  int64_t run = next_run++;
+  return OnRanks(ranks, [&](int64_t rank) -> std::string {
+    if (rank == 3) {
+      if (!late) return "waits for rank 3";
+      std::this_thread::sleep_for(milliseconds(400));
+    }
+    Call call(group, rank, run, {3, false, false}, milliseconds(200));
+    return Exchange(call, 0, {3, false});
+  });
+}
+
+TEST(AfterAFailureOverTwoProcessesTheNextRunIsClean) {
+  for (bool late : {false, true}) {
+    auto both = [late](Group& group, const std::vector<int64_t>& ranks) {
+      for (unsigned round = 0; round < 3; ++round) {
+        if (!AllSay(WithoutRank3(group, ranks, late), "waits for rank 3")) return false;
+        if (!Clean(Run(group, 20, round, ranks))) return false;
+      }
+      return true;
+    };
+    TwoProcesses processes([&](Group& group) { return both(group, {1, 3}); });
+    CHECK(both(processes.group(), {0, 2}));
+    CHECK(processes.Join() == 0);
+  }
+}
+
+TEST(AProcessThatIsKilledInACallIsNamedAtOnce) {
+  TwoProcesses processes([](Group& group) {
+    if (!Clean(Run(group, 10, 3, {1, 3}))) return false;
+    OnRanks({1, 3}, [&](int64_t rank) -> std::string {
+      Call call(group, rank, 77, {3, false, false}, milliseconds(20000));
+      if (rank == 3) kill(getpid(), SIGKILL);
+      return Exchange(call, 0, {3, false});
+    });
+    return true;
+  });
+  CHECK(Clean(Run(processes.group(), 10, 3, {0, 2})));
+  auto begin = std::chrono::steady_clock::now();
+  for (int64_t run : {77, 78}) {  // nobody can recover without the process
+    auto said = OnRanks({0, 2}, [&](int64_t rank) -> std::string {
+      Call call(processes.group(), rank, run, {3, false, false}, milliseconds(20000));
+      return Exchange(call, 0, {3, false});
+    });
+    CHECK(AllSay(said, "has ended; start all processes of the group again"));
+  }
+  CHECK(std::chrono::steady_clock::now() - begin < milliseconds(5000));
+  CHECK(processes.Join() == -SIGKILL);
+}
+
+TEST(ARankLivesInOneProcess) {
+  const std::string name = "/k3jax-test-" + std::to_string(getpid());
+  auto segment = Segment::Create(name, 4096);
+  segment->Claim({0, 2});
+  pid_t child = fork();
+  if (child == 0) {
+    auto opened = Segment::Open(name, 4096);
+    opened->Claim({1});
+    CHECK_THROWS(opened->Claim({2}), "claiming rank 2, which another process has");
+    CHECK(!opened->Abandoned(0));
+    CHECK(opened->Abandoned(3));
+    _exit(testing::failed_checks == 0 ? 0 : 1);
+  }
+  int status;
+  waitpid(child, &status, 0);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  CHECK_THROWS(Segment::Create(name, 4096), "creating shared memory", name.c_str());
+  Segment::Unlink(name);
+  CHECK_THROWS(Segment::Open(name, 4096), "opening shared memory", name.c_str());
 }
 
 }  // namespace

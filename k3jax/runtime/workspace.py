@@ -1,18 +1,13 @@
-"""A rank's workspace of the fused tail: where everything lies in it, and its life on GPUs.
+"""A rank's workspace of the fused tail: where everything lies in it.
 
 `docs/protocol.md` is the rule. `ffi/tail_layout.h` computes the same offsets; kernels take them as
-compile-time facts, so they know no other layout than this one. On CPU devices the native library
-makes workspaces by itself, in the first call.
+compile-time facts, so they know no other layout than this one.
 """
 
-import ctypes
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-from k3jax.runtime import library
 
 MAGIC = 0x4D33424B
 LAYOUT_VERSION = 1
@@ -27,6 +22,8 @@ ARRIVALS_WORD = 9
 PREVIOUS_WORD = 10
 FAILED_WORD = 11
 AWAITED_WORD = 12
+SPARE_WORD = 13
+NOTE_WORD = 14
 PEERS_WORD = 16
 HEADER_WORDS = 64
 """Positions in the header, in 32-bit words."""
@@ -97,59 +94,6 @@ class TailLayout:
         table = np.zeros(MAX_RANKS, np.uint64)
         table[: self.ranks] = peers
         words[PEERS_WORD : PEERS_WORD + 2 * MAX_RANKS] = table.view(np.uint32)
+        note = np.array([peers[rank] + SPARE_WORD * 4], np.uint64)  # no host waits for it here
+        words[NOTE_WORD : NOTE_WORD + 2] = note.view(np.uint32)
         return words
-
-
-@dataclass(frozen=True)
-class TailWorkspaces:
-    """The workspaces of one group whose GPUs are all in this process.
-
-    Programs of the fused tail run only after `create`. A workspace stays for the life of the
-    process and serves all layers and programs of the group, one program at a time.
-
-    Attributes:
-        layout: of each workspace.
-        devices: the device of each rank, by the CUDA driver's ordinal.
-    """
-
-    layout: TailLayout
-    devices: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        """Checks that there is one device a rank."""
-        if len(self.devices) != self.layout.ranks or len(set(self.devices)) != len(self.devices):
-            raise ValueError(
-                f"devices={self.devices} must be {self.layout.ranks} different ones, one a rank"
-            )
-
-    def create(self) -> None:
-        """Allocates and arms the workspaces; does nothing if they exist.
-
-        Raises:
-            RuntimeError: a device cannot address another one's memory, or is in another group.
-        """
-        self._call("k3jax_tail_create", *self._sizes, self.layout.slot)
-
-    def check(self) -> None:
-        """Waits for the devices, then raises RuntimeError if a rank gave up waiting for another.
-
-        Such a call, and all since, returned NaN. `reset` makes the group usable again.
-        """
-        self._call("k3jax_tail_check", self.layout.slot)
-
-    def reset(self) -> None:
-        """Waits for the devices and arms everything anew, on all ranks."""
-        self._call("k3jax_tail_reset", *self._sizes, self.layout.slot)
-
-    @property
-    def _sizes(self) -> Sequence[int]:
-        return self.layout.max_tokens, self.layout.latent_size, self.layout.hidden_size
-
-    def _call(self, name: str, *numbers: int) -> None:
-        function = getattr(library.load_library(), name)
-        function.restype = ctypes.c_char_p
-        devices = (ctypes.c_int32 * len(self.devices))(*self.devices)
-        values = [ctypes.c_int64(number) for number in (len(self.devices), *numbers)]
-        message = function(devices, *values)
-        if message is not None:
-            raise RuntimeError(message.decode())

@@ -14,7 +14,6 @@ from k3jax.ops.tail.geometry import TailGeometry, kernel_facts
 from k3jax.parallel import Parallel, run_sharded
 from k3jax.runtime.program import Workspace
 from k3jax.runtime.target import Target
-from k3jax.runtime.workspace import TailLayout, TailWorkspaces
 from tests.device_free import compile_apart, gpu_mesh
 from tests.ops.tail_oracle import EPS, draw, oracle
 from tests.support import bits, parallel_of
@@ -159,31 +158,3 @@ def test_compiled_for_gpus_all_layers_sit_in_one_graph_without_a_collective(kind
     assert len(buffers) == 6
     assert None not in buffers
     assert len(set(buffers)) == 1
-
-
-def test_workspaces_have_one_device_a_rank():
-    layout = TailLayout(2, 128, 3584, 7168)
-    for devices in ((0,), (0, 0), (0, 1, 2)):
-        with pytest.raises(ValueError, match="2 different ones, one a rank"):
-            TailWorkspaces(layout, devices)
-
-
-def test_a_group_over_processes_is_refused():
-    @dataclasses.dataclass(frozen=True)
-    class Device:
-        process_index: int
-        local_hardware_id: int
-
-    own = [Device(jax.process_index(), i) for i in range(2)]
-    assert fused.tail_workspaces(own, 3584, 7168).devices == (0, 1)
-    with pytest.raises(NotImplementedError, match="allreduce_overlap"):
-        fused.tail_workspaces([own[0], Device(jax.process_index() + 1, 0)], 3584, 7168)
-
-
-def test_without_a_driver_creation_says_so():
-    workspaces = TailWorkspaces(TailLayout(2, 128, 3584, 7168), (0, 1))
-    if any(device.platform == "gpu" for device in jax.devices()):
-        pytest.skip("this machine has a driver")
-    for action in (workspaces.create, workspaces.check, workspaces.reset):
-        with pytest.raises(RuntimeError, match=r"no NVIDIA driver|no workspace"):
-            action()

@@ -10,6 +10,7 @@ from k3jax.config import MoEConfig
 from k3jax.ops.rounding import to_bfloat16
 from k3jax.ops.tail import fused, reference
 from k3jax.parallel import Parallel, RankGroup
+from k3jax.runtime import processes
 from k3jax.runtime.target import Target
 
 
@@ -46,16 +47,29 @@ def fusion_refusal(config: MoEConfig, num_tokens: int, tp: int, target: Target) 
     )
 
 
-def create_workspaces(config: MoEConfig, parallel: Parallel) -> None:
-    """Makes the mailboxes of the fused tail on this process's GPUs, once for each group of ranks.
+def create_workspaces(config: MoEConfig, parallel: Parallel, facts: str = "") -> None:
+    """Makes the fused tail's mailboxes of this process's devices, once for each group of ranks.
 
-    Devices that are only described, for a compile without them, get none.
+    Devices that are only described, for a compile without them, get none. Where the mesh spans
+    processes, each calls this while it traces; first they compare what they trace.
+
+    Args:
+        config: the layer.
+        parallel: its mesh.
+        facts: what else the program depends on and all processes must have alike.
 
     Raises:
-        NotImplementedError: a group reaches into another process.
+        ValueError: processes trace different layers, or a device is in another group already.
+        NotImplementedError: a group spans machines.
+        RuntimeError: a process did not come, or could not make its mailboxes.
     """
-    for devices in parallel.device_groups():
-        if set(devices) <= set(jax.devices()) and devices[0].platform == "gpu":
+    own, real = jax.process_index(), set(jax.devices())
+    groups = [devices for devices in parallel.device_groups() if set(devices) <= real]
+    homes = {device.process_index for devices in groups for device in devices}
+    if len(homes) > 1:
+        processes.agree("the fused tail", homes, f"{facts}, tp={parallel.tp}, {config}")
+    for devices in groups:
+        if own in {device.process_index for device in devices}:
             fused.tail_workspaces(devices, config.latent_size, config.hidden_size).create()
 
 

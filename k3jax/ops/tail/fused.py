@@ -1,7 +1,8 @@
 """Tier 0: the whole tail in one custom call over peer memory (docs/protocol.md).
 
-On GPUs the group's workspaces must exist before the program runs (`tail_workspaces`). On CPU
-devices the call is the native library's host implementation of the same protocol.
+The group's workspaces must exist before the program runs (`tail_workspaces`). On CPU devices the
+call is the native library's host implementation of the same protocol, which makes those of a group
+within one process by itself.
 """
 
 from collections.abc import Sequence
@@ -14,9 +15,10 @@ import numpy as np
 from k3jax.ops.tail.geometry import MAX_TOKENS, TailGeometry, goes_in_two_shots, kernel_facts
 from k3jax.parallel import RankGroup
 from k3jax.runtime import ffi
+from k3jax.runtime.mailboxes import ELSEWHERE, TailWorkspaces
 from k3jax.runtime.program import ArraySpec, Launch, Operand, Program, Result, Workspace
 from k3jax.runtime.target import Target
-from k3jax.runtime.workspace import TailLayout, TailWorkspaces
+from k3jax.runtime.workspace import TailLayout
 
 RANKS = (2, 4, 8, 16)
 
@@ -56,19 +58,18 @@ def unsupported(
 
 
 def tail_workspaces(devices: Sequence[Any], latent_size: int, hidden_size: int) -> TailWorkspaces:
-    """The workspaces of a group of GPUs, rank r on devices[r]; `create` them before they are used.
-
-    Raises:
-        NotImplementedError: a device belongs to another process.
-    """
-    foreign = [device for device in devices if device.process_index != jax.process_index()]
-    if foreign:
-        raise NotImplementedError(
-            f"the fused tail exchanges addresses within one process, but {foreign} belong to "
-            "others; start one process for all GPUs of a group, or choose tail='allreduce_overlap'"
-        )
-    layout = TailLayout(len(devices), MAX_TOKENS, latent_size, hidden_size)
-    return TailWorkspaces(layout, tuple(int(device.local_hardware_id) for device in devices))
+    """The workspaces of a group, rank r on devices[r]; `create` them before they are used."""
+    own, on_gpus = jax.process_index(), devices[0].platform == "gpu"
+    ordinals = [
+        int(device.local_hardware_id) if device.process_index == own else ELSEWHERE
+        for device in devices
+    ]
+    return TailWorkspaces(
+        TailLayout(len(devices), MAX_TOKENS, latent_size, hidden_size),
+        members=tuple(device.id for device in devices),
+        homes=tuple(device.process_index for device in devices),
+        devices=tuple(ordinals) if on_gpus else (),
+    )
 
 
 def tail_program(
@@ -240,4 +241,5 @@ def fused_tail_host(
         two_shot=np.bool_(two_shot),
         scattered=np.bool_(scattered),
         budget_ms=np.int64(budget_ms),
+        members=np.array(group.devices, np.int64),
     )

@@ -1,0 +1,169 @@
+"""The life of a group's workspaces: who allocates them, how ranks find each other's, and failures.
+
+`docs/protocol.md` says what lies in them. A group's ranks live in one process or in several on one
+machine. Everything here is collective: each process that has a rank of the group makes the same
+calls in the same order.
+"""
+
+import ctypes
+import secrets
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from k3jax.runtime import library, processes
+from k3jax.runtime.workspace import TailLayout
+
+ELSEWHERE = -1
+"""Stands for the device of a rank that lives in another process."""
+
+HANDLE_BYTES = 64
+"""Of a CUDA IPC memory handle."""
+
+_lock = threading.RLock()
+_groups: dict[Any, "TailWorkspaces"] = {}
+"""What exists: by layout, and by each GPU of this process or the members of a group on the host."""
+
+
+@dataclass(frozen=True)
+class TailWorkspaces:
+    """The workspaces of one group of ranks.
+
+    Attributes:
+        layout: of each workspace.
+        members: each rank's device, by JAX's number; the same on all processes.
+        homes: each rank's process.
+        devices: each rank's device by the CUDA driver's ordinal, ELSEWHERE in another process;
+            nothing if the ranks are CPU devices.
+    """
+
+    layout: TailLayout
+    members: tuple[int, ...]
+    homes: tuple[int, ...]
+    devices: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Checks that there is one device a rank."""
+        if len(self.members) != self.layout.ranks or len(set(self.members)) != len(self.members):
+            raise ValueError(
+                f"devices={self.members} must be {self.layout.ranks} different ones, one a rank"
+            )
+
+    def create(self) -> None:
+        """Makes the workspaces of this process's ranks and connects them; once, then nothing.
+
+        Raises:
+            ValueError: a GPU has another place in another group of this layout.
+            NotImplementedError: the group reaches over several machines.
+            RuntimeError: a process failed, for example as a device cannot address another one.
+        """
+        process = jax.process_index()
+        own = [rank for rank, home in enumerate(self.homes) if home == process]
+        keys = [self.members[rank] for rank in own] if self.devices else [self.members]
+        with _lock:
+            others = {_groups.get((self.layout, key), self) for key in keys} - {self}
+            if others:
+                raise ValueError(
+                    f"devices {self.members} cannot form a group of the fused tail, as some are in "
+                    f"{[other.members for other in others]}: programs of both would share "
+                    "mailboxes. Use meshes that have the same groups in the same order, or "
+                    "tail='allreduce_overlap' in one of them"
+                )
+            if (self.layout, keys[0]) in _groups:
+                return
+            if self.devices:
+                self._connect_gpus()
+            elif len(set(self.homes)) > 1:
+                self._share_memory(process, own)
+            _groups.update({(self.layout, key): self for key in keys})
+
+    def check(self) -> None:
+        """Waits for this process's GPUs; RuntimeError if a rank gave up waiting for another."""
+        _call("k3jax_tail_check", *self._place)
+
+    def reset(self) -> None:
+        """Waits for the GPUs of all processes and arms everything anew, on all ranks."""
+        self._together(lambda: _call("k3jax_tail_quiesce", *self._place))
+        self._together(lambda: _call("k3jax_tail_arm", *self._place))
+
+    def _connect_gpus(self) -> None:
+        shared = ELSEWHERE in self.devices
+        handles = ctypes.create_string_buffer(HANDLE_BYTES * self.layout.ranks if shared else 1)
+
+        def allocate() -> str:
+            pointer = handles if shared else None
+            _call("k3jax_tail_allocate", *self._place, *self._sizes, pointer)
+            return handles.raw.hex()
+
+        def connect() -> None:
+            for rank, home in enumerate(self.homes):
+                place = slice(HANDLE_BYTES * rank, HANDLE_BYTES * (rank + 1))
+                handles[place] = bytes.fromhex(answers[home])[place]
+            _call("k3jax_tail_connect", *self._place, handles if shared else None)
+
+        answers = self._on_one_machine(allocate)
+        self._together(connect)
+
+    def _share_memory(self, process: int, own: Sequence[int]) -> None:
+        """Maps memory that the first process creates; its name is gone once all have it."""
+        creator = min(self.homes)
+        name = f"/k3jax-{secrets.token_hex(8)}" if process == creator else ""
+
+        def join(name: str) -> None:
+            members = (ctypes.c_int64 * len(self.members))(*self.members)
+            here = (ctypes.c_int64 * len(own))(*own)
+            _call(
+                "k3jax_tail_host_join",
+                *(name.encode(), process == creator, members, here, len(own)),
+                *(self.layout.ranks, *self._sizes),
+            )
+
+        def create() -> str:
+            if process == creator:
+                join(name)
+            return name
+
+        try:
+            names = self._on_one_machine(create)
+            self._together(lambda: None if process == creator else join(names[creator]))
+        finally:
+            if process == creator:
+                library.symbol("k3jax_tail_host_unlink")(name.encode())
+
+    def _on_one_machine(self, action: Callable[[], str]) -> dict[int, str]:
+        """What `action` returned on each process, if all are on one machine."""
+        answers = self._together(lambda: f"{processes.host_id()} {action()}")
+        parts = {process: answer.split(" ") for process, answer in answers.items()}
+        if len({machine for machine, _ in parts.values()}) > 1:
+            raise NotImplementedError(
+                f"the fused tail's group of processes {list(parts)} spans machines "
+                f"{[machine for machine, _ in parts.values()]}: addresses are exchanged within one "
+                "machine, and NVLink fabric handles are not built; choose "
+                "tail='allreduce_overlap', or keep the tensor-parallel axis on one machine"
+            )
+        return {process: answer for process, (_, answer) in parts.items()}
+
+    def _together(self, action: Callable[[], str | None]) -> dict[int, str]:
+        name = f"tail-{zlib.crc32(repr((self.layout, self.members)).encode()):08x}"
+        return processes.gather_results(name, set(self.homes), lambda: action() or "")
+
+    @property
+    def _place(self) -> tuple[Any, int, int]:
+        ranks = len(self.devices)
+        return (ctypes.c_int32 * ranks)(*self.devices), self.layout.slot, ranks
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        return self.layout.max_tokens, self.layout.latent_size, self.layout.hidden_size
+
+
+def _call(name: str, *arguments: Any) -> None:
+    function = library.symbol(name)
+    function.restype = ctypes.c_char_p
+    message = function(*(ctypes.c_int64(a) if isinstance(a, int) else a for a in arguments))
+    if message is not None:
+        raise RuntimeError(message.decode())
