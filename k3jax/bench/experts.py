@@ -26,8 +26,7 @@ import numpy as np
 
 from k3jax.bench.bandwidth import read_bandwidth
 from k3jax.bench.facts import facts_of, write_json
-from k3jax.bench.peers import Implementation, peers
-from k3jax.bench.timing import device_seconds
+from k3jax.bench.peers import Implementation, JaxImplementation, Routes, peers
 from k3jax.cli.arguments import integers
 from k3jax.config import MXFP4_GROUP_SIZE, MoEConfig
 from k3jax.ops.experts.api import ExpertsTier, routed_experts
@@ -203,10 +202,10 @@ class Bench:
             call = functools.partial(
                 routed_experts, config=_CONFIG, tier=tier, tp=self.tp, target=self.target
             )
-            self.tiers[tier] = Implementation(str(tier), call, self.experts, max(TOKENS))
+            self.tiers[tier] = JaxImplementation(str(tier), max(TOKENS), call, self.experts)
         return self.tiers[tier]
 
-    def _time_peers(self, z: jax.Array, routes: list, rng) -> dict[str, float]:
+    def _time_peers(self, z: jax.Array, routes: Routes, rng) -> dict[str, float]:
         times = {}
         for peer in list(self.peers):
             if len(z) > peer.max_tokens:
@@ -219,21 +218,20 @@ class Bench:
         return times
 
     def _time(
-        self, implementation: Implementation, z: jax.Array, routes: list, rng
+        self, implementation: Implementation, z: jax.Array, routes: Routes, rng
     ) -> tuple[float, float]:
         """Seconds a call, and the largest error of its outputs."""
         routes = jax.device_put(routes)
-        start = functools.partial(implementation.chain, z, routes, implementation.experts)
         error = max(
             self._error(z, ids, weights, out, rng)
-            for (ids, weights), out in zip(routes, start(), strict=True)
+            for (ids, weights), out in zip(routes, implementation.outputs(z, routes), strict=True)
         )
         if not error <= LIMIT:
             raise WrongOutputError(
                 f"{implementation.name} with {len(z)} tokens, tp={self.tp}: relative error "
                 f"{error:.1e} is past {LIMIT}; no time is printed"
             )
-        return device_seconds(start) / len(routes), error
+        return implementation.seconds(z, routes) / len(routes), error
 
     def _error(self, z, ids, weights, out: jax.Array, rng) -> float:
         """Relative L2 error of some tokens against the XLA implementation; NaN if any is NaN."""

@@ -3,18 +3,20 @@
 A peer is a function of the same arguments over weights of its own. One whose software is not
 installed is not in the list. The grouped products of JAX take bfloat16 weights, four times the
 bytes of MXFP4, and are given what they need: sorted rows, activation and weighted sum around them.
+triton_kernels takes MXFP4; of it, only the two products and the sum are timed.
 """
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from k3jax.bench.timing import device_seconds
 from k3jax.config import MoEConfig
 from k3jax.ops.activation import situ_glu
 from k3jax.ops.experts.api import ExpertsTier, routed_experts
@@ -27,26 +29,49 @@ MOSAIC_BLOCKS = {"block_m": 64, "block_n": 128, "block_k": 64}
 MOSAIC_PIPELINE = {"max_concurrent_steps": 4, "grid_block_n": 1}
 
 
-@dataclass(frozen=True)
-class Implementation:
+type Routes = Sequence[tuple[Any, Any]]
+"""(ids int32 [T, K], weights float32 [T, K]) of each call."""
+
+
+class Implementation(Protocol):
     """One way to run the routed experts.
 
     Attributes:
         name: heads its column.
-        call: (z, ids, weights, experts) -> the weighted sum, under `jax.jit`.
-        experts: its weights.
         max_tokens: most tokens for which it is timed: where a call takes many milliseconds there
             is nothing left to compare.
     """
 
     name: str
-    call: Callable[..., jax.Array]
-    experts: Any
     max_tokens: int
 
+    def outputs(self, z: jax.Array, routes: Routes) -> list[jax.Array]:
+        """The weighted sum of a call on each of `routes`."""
+        ...
+
+    def seconds(self, z: jax.Array, routes: Routes) -> float:
+        """What the device needs for these calls, one after another."""
+        ...
+
+
+@dataclass(frozen=True)
+class JaxImplementation(Implementation):
+    """A JAX function; see `Implementation`.
+
+    Attributes:
+        name: heads its column.
+        max_tokens: most tokens.
+        call: (z, ids, weights, experts) -> the weighted sum.
+        experts: its weights.
+    """
+
+    name: str
+    max_tokens: int
+    call: Callable[..., jax.Array]
+    experts: Any
+
     @functools.cached_property
-    def chain(self) -> Callable[..., list[jax.Array]]:
-        """(z, routes, experts) -> the output of an independent call on each of the routes."""
+    def _chain(self) -> Callable[..., list[jax.Array]]:
         once = jax.jit(self.call)  # traced once, however long the chain
 
         def calls(z, routes, experts):
@@ -54,11 +79,21 @@ class Implementation:
 
         return jax.jit(calls)
 
+    def outputs(self, z: jax.Array, routes: Routes) -> list[jax.Array]:
+        """See `Implementation`."""
+        return self._chain(z, routes, self.experts)
 
-def peers(experts: PackedExperts, config: MoEConfig, say: Callable[[str], Any]) -> Iterator:
+    def seconds(self, z: jax.Array, routes: Routes) -> float:
+        """See `Implementation`."""
+        return device_seconds(lambda: self._chain(z, routes, self.experts))
+
+
+def peers(
+    experts: PackedExperts, config: MoEConfig, say: Callable[[str], Any]
+) -> Iterator[Implementation]:
     """Every peer that can be had; `say` is told about the others."""
     call = functools.partial(routed_experts, config=config, tier=ExpertsTier.XLA)
-    yield Implementation("xla", call, experts, max_tokens=32)
+    yield JaxImplementation("xla", 32, call, experts)
 
     products: list[tuple[str, Callable | None, int]] = [
         ("ragged_dot", _ragged_dot, 128),
@@ -68,7 +103,13 @@ def peers(experts: PackedExperts, config: MoEConfig, say: Callable[[str], Any]) 
     for name, product, max_tokens in products:
         if product is not None:
             call = functools.partial(_grouped_experts, product=product, config=config)
-            yield Implementation(name, call, dense, max_tokens)
+            yield JaxImplementation(name, max_tokens, call, dense)
+    try:
+        from k3jax.bench.peer_triton import TritonKernels
+
+        yield TritonKernels(experts, config)
+    except ImportError as error:
+        say(f"peer triton_kernels is absent: {error}")
 
 
 def _mosaic_product(say: Callable[[str], Any]) -> Callable | None:
