@@ -248,69 +248,68 @@ def fused(a: Float32, b: Float32, c: Float32) -> Float32:
     return _ptx("fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", [Float32], a, b, c)
 
 
-def _power_of_two(x: Float32) -> Float32:
-    return _ptx("ex2.approx.f32 {$w0}, {$r0};", [Float32], x)
+_LOG2_E = 1.4426950408889634
+_LARGE = 2.0**60
+"""Past what changes a sum with 1, far from infinity."""
+
+
+def _exp(x: Float32, factor: float) -> Float32:
+    """e^(factor x), to a few ulp of the exponent's error."""
+    return _ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", [Float32], x * Float32(factor * _LOG2_E))
 
 
 def _reciprocal(x: Float32) -> Float32:
-    return _ptx("rcp.approx.f32 {$w0}, {$r0};", [Float32], x)
+    return _ptx("rcp.approx.ftz.f32 {$w0}, {$r0};", [Float32], x)
 
 
-def _absolute(x: Float32) -> Float32:
-    return _ptx("abs.f32 {$w0}, {$r0};", [Float32], x)
+def _least(x: Float32, limit: float) -> Float32:
+    return _ptx("min.NaN.f32 {$w0}, {$r0}, {$r1};", [Float32], x, Float32(limit))
 
 
-_LOG2_E = 1.4426950408889634
-_LOG2_E_HIGH = 1.44269502162933349609375  # nearest float32
-
-
-def _exp(x: Float32) -> Float32:
-    """e^x to about 2 ulp: the product with log2 e keeps its rounding error."""
-    high = x * Float32(_LOG2_E_HIGH)
-    low = fused(x, Float32(_LOG2_E_HIGH), -high)
-    low = fused(x, Float32(_LOG2_E - _LOG2_E_HIGH), low)
-    power = _power_of_two(high)
-    correction = fused(power, low * Float32(0.6931471805599453), power)
-    # Past the ends, inf * 0 would make NaN of the exact limits 0 and inf.
-    limit = _absolute(x) > Float32(87.0)
-    return _select(limit, power, correction)
-
-
-def _select(condition, if_true: Float32, if_false: Float32) -> Float32:
-    flag = Int32(condition)
+def _if_below(x: Float32, limit: float, if_true: Float32, if_false: Float32) -> Float32:
+    """`if_true` where |x| is less than the limit, else (and for NaN) `if_false`."""
     return _ptx(
-        "{ .reg .pred p; setp.ne.s32 p, {$r2}, 0; selp.f32 {$w0}, {$r0}, {$r1}, p; }",
+        "{ .reg .pred p; .reg .f32 a; abs.f32 a, {$r0}; setp.lt.f32 p, a, {$r1}; "
+        "selp.f32 {$w0}, {$r2}, {$r3}, p; }",
         [Float32],
+        x,
+        Float32(limit),
         if_true,
         if_false,
-        flag,
     )
 
 
-_TANH_SERIES = (62 / 2835, -17 / 315, 2 / 15, -1 / 3)
+def _capped_near_zero(x: Float32, cap: float) -> Float32:
+    """cap tanh(x / cap) to 2e-6 where |x| < cap / 16, where the exponential forms cancel."""
+    return x * fused(x * x, Float32(-1 / (3 * cap * cap)), Float32(1.0))
 
 
-def _tanh(x: Float32) -> Float32:
-    """tanh to about 3 ulp: its series near zero, where the exponential form cancels."""
-    square = x * x
-    series = Float32(-1382 / 155925)
-    for coefficient in _TANH_SERIES:
-        series = fused(series, square, Float32(coefficient))
-    near = fused(x * square, series, x)
-    magnitude = _absolute(x)
-    far = fused(
-        Float32(-2.0), _reciprocal(_exp(magnitude + magnitude) + Float32(1.0)), Float32(1.0)
-    )
-    far = _ptx("copysign.f32 {$w0}, {$r0}, {$r1};", [Float32], x, far)
-    return _select(magnitude < Float32(0.25), near, far)
+def _capped(x: Float32, cap: float) -> Float32:
+    """cap tanh(x / cap)."""
+    far = _reciprocal(_exp(x, 2 / cap) + Float32(1.0))
+    far = fused(far, Float32(-2 * cap), Float32(cap))
+    return _if_below(x, cap / 16, _capped_near_zero(x, cap), far)
+
+
+def _gated(gate: Float32, beta: float) -> Float32:
+    """beta tanh(gate / beta) sigmoid(gate), the quotients of both as one."""
+    q = _least(_exp(gate, -2 / beta), _LARGE)
+    power = q * q if beta == 4 else _exp(gate, -1.0)  # e^-gate
+    above = q + Float32(1.0)
+    near = _capped_near_zero(gate, beta) * above
+    far = fused(q, Float32(-beta), Float32(beta))
+    below = _reciprocal(above * (power + Float32(1.0)))
+    return _if_below(gate, beta / 16, near, far) * below
 
 
 def situ(gate: Float32, up: Float32, beta: float, linear_beta: float | None) -> Float32:
-    """beta tanh(gate / beta) sigmoid(gate) * linear_beta tanh(up / linear_beta)."""
-    sigmoid = _reciprocal(_exp(-gate) + Float32(1.0))
+    """beta tanh(gate / beta) sigmoid(gate) * linear_beta tanh(up / linear_beta), to about 1e-5.
+
+    That is little beside the rounding to bfloat16 that follows.
+    """
     if linear_beta is not None:
-        up = _tanh(up * Float32(1 / linear_beta)) * Float32(linear_beta)
-    return _tanh(gate * Float32(1 / beta)) * Float32(beta) * sigmoid * up
+        up = _capped(up, linear_beta)
+    return _gated(gate, beta) * up
 
 
 def load_scales(address, chunks):
