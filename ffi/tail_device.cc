@@ -14,6 +14,7 @@ namespace k3jax::tail {
 namespace {
 
 constexpr size_t kRememberedRuns = 1024;
+constexpr uint32_t kNobody = 0xffffffff;
 
 struct Groups {
   std::mutex mutex;
@@ -105,7 +106,7 @@ DeviceGroup::DeviceGroup(const std::vector<int>& devices, const Layout& layout, 
     void* note;
     cuda::Check(driver.cuMemHostAlloc(&note, sizeof(uint32_t),
                                       cuda::kHostPortable | cuda::kHostDeviceMapped),
-                "allocating the word that tells the host of a failure");
+                "allocating the word that tells the host whom a rank gave up on");
     rank.note = static_cast<uint32_t*>(note);
     ranks_.push_back(std::move(rank));
   }
@@ -149,12 +150,12 @@ void DeviceGroup::ArmRank(const Rank& rank) {
   header[kHiddenWord] = layout_.hidden;
   uint64_t note;
   cuda::Check(driver.cuMemHostGetDevicePointer(&note, const_cast<uint32_t*>(rank.note), 0),
-              "mapping the word that tells the host of a failure");
+              "mapping the word that tells the host whom a rank gave up on");
   Split(note, header + kNoteWord);
   for (size_t peer = 0; peer < rank.peers.size(); ++peer) {
     Split(rank.peers[peer], header + kPeersWord + 2 * peer);
   }
-  *rank.note = 0;
+  *rank.note = kNobody;
   cuda::Check(driver.cuMemsetD32(rank.address + sizeof(header), kArmed,
                                  layout_.end() - kHeaderWords),
               Concat("arming the workspace of device ", rank.device));
@@ -182,8 +183,8 @@ void DeviceGroup::Admit(int device, int64_t run) {
     if (!refusal_.empty()) Refuse(refusal_);
     for (const Rank& rank : ranks_) {
       const uint32_t note = *rank.note;
-      if (note == 0) continue;
-      Refuse(Concat("rank ", rank.number, " gave up waiting for rank ", note - 1,
+      if (note == kNobody) continue;
+      Refuse(Concat("rank ", rank.number, " gave up waiting for rank ", note,
                     ", and results since then are NaN"));
     }
     runs_.push_back(run);
@@ -210,7 +211,7 @@ void DeviceGroup::Check() {
     if (header[kFailedWord] == 0) continue;
     throw Failure(FailureKind::kInternal,
                   Concat("the fused tail gave up in call ", header[kFailedWord] - 1, ": rank ",
-                         rank.number, " waited for rank ", header[kAwaitedWord],
+                         rank.number, " waited for rank ", *rank.note,
                          "; results since then are NaN. Reset its workspaces on all ranks "
                          "(reset_workspaces)"));
   }

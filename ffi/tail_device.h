@@ -53,7 +53,7 @@ class DeviceGroup {
     int64_t number;
     int device;
     uint64_t address;
-    volatile uint32_t* note;      // where the kernel writes whom it gave up on, plus 1
+    volatile uint32_t* note;      // host memory; the kernel writes whom it gave up on
     std::vector<uint64_t> peers;  // the workspaces of all ranks, as this device sees them
     int64_t runs = 0;             // how many it has been admitted to
   };

@@ -30,8 +30,7 @@ enum HeaderWord : int {
   kArrivalsWord = 9,
   kPreviousWord = 10,  // 2 * tokens of the call before, + 1 if it went in two shots
   kFailedWord = 11,    // epoch + 1 of the call that failed, 0 for none
-  kAwaitedWord = 12,   // the rank that it waited for
-  kNoteWord = 14,      // the 64-bit address of a word that the host reads: that rank + 1
+  kNoteWord = 14,      // the 64-bit address of the word for the rank that it waited for
   kPeersWord = 16,     // kMaxRanks 64-bit addresses
   kHeaderWords = 64,
 };

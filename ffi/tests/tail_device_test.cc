@@ -28,8 +28,7 @@ uint64_t AddressIn(const uint32_t* words, int at) {
 void GiveUp(int device, int64_t slot, uint32_t awaited) {
   uint32_t* words = Words(device, slot);
   words[kFailedWord] = words[kEpochWord] + 1;
-  words[kAwaitedWord] = awaited;
-  *reinterpret_cast<uint32_t*>(AddressIn(words, kNoteWord)) = awaited + 1;
+  *reinterpret_cast<uint32_t*>(AddressIn(words, kNoteWord)) = awaited;
 }
 
 bool Armed(const uint32_t* words) {
@@ -68,7 +67,7 @@ TEST(WorkspacesAreArmedAndKnowRankAndPeers) {
     for (int peer = 0; peer < 2; ++peer) {
       CHECK(AddressIn(words, kPeersWord + 2 * peer) == peers[peer]);
     }
-    CHECK(*reinterpret_cast<uint32_t*>(AddressIn(words, kNoteWord)) == 0);
+    CHECK(*reinterpret_cast<uint32_t*>(AddressIn(words, kNoteWord)) == 0xffffffff);
     CHECK(Armed(words));
   }
   CHECK(fake->context_depth == 0);

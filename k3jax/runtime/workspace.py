@@ -22,7 +22,6 @@ ARRIVALS_WORD = 9
 PREVIOUS_WORD = 10
 FAILED_WORD = 11
 AWAITED_WORD = 12
-SPARE_WORD = 13
 NOTE_WORD = 14
 PEERS_WORD = 16
 HEADER_WORDS = 64
@@ -94,6 +93,6 @@ class TailLayout:
         table = np.zeros(MAX_RANKS, np.uint64)
         table[: self.ranks] = peers
         words[PEERS_WORD : PEERS_WORD + 2 * MAX_RANKS] = table.view(np.uint32)
-        note = np.array([peers[rank] + SPARE_WORD * 4], np.uint64)  # no host waits for it here
+        note = np.array([peers[rank] + AWAITED_WORD * 4], np.uint64)  # as no host reads it
         words[NOTE_WORD : NOTE_WORD + 2] = note.view(np.uint32)
         return words

@@ -54,10 +54,10 @@ from k3jax.runtime.program import Kernel
 from k3jax.runtime.workspace import (
     ARMED,
     ARRIVALS_WORD,
-    AWAITED_WORD,
     EPOCH_WORD,
     FAILED_WORD,
     HEADER_WORDS,
+    NOTE_WORD,
     PEERS_WORD,
     PREVIOUS_WORD,
     RANK_WORD,
@@ -295,9 +295,9 @@ class TailKernel(TailGeometry, Kernel):
 
     @cute.jit
     def note_failure(self, own: Int64, epoch: Uint32, awaited: Int32):
-        """Writes down the first failure of this rank."""
+        """Writes down the first failure of this rank: here for its next calls, and for the host."""
         if words.replace_zero(own + FAILED_WORD * 4, epoch + Uint32(1)) == Uint32(0):
-            words.store_peer_word(own + AWAITED_WORD * 4, Uint32(awaited))
+            words.store_peer_word(words.load_address(own + NOTE_WORD * 4), Uint32(awaited))
 
     @cute.jit
     def fill_with_nan(self, out: Int64, num_tokens: Int32):

@@ -52,6 +52,11 @@ def load_peer(address: Int64, offset: int, count: int):
     return load_peer_words(address, offset) if count == 4 else [load_peer_word(address, offset)]
 
 
+def load_address(address: Int64) -> Int64:
+    """8 bytes that no kernel writes."""
+    return _ptx("ld.global.u64 {$w0}, [{$r0}];", [Int64], address)
+
+
 def store_peer_words(address: Int64, words):
     """16 bytes that somebody polls, here or on another device."""
     _ptx("st.relaxed.sys.global.v4.u32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", (), address, *words)
