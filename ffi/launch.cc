@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "failure.h"
-#include "workspace.h"
 
 namespace k3jax {
 namespace {
@@ -44,6 +43,7 @@ uint64_t ArgumentBits(const Argument& argument, int device, const Buffers& buffe
 }  // namespace
 
 LoadedProgram::LoadedProgram(ProgramSpec spec) : spec_(std::move(spec)) {
+  id_ = {spec_.name, spec_.digest};
   for (KernelSpec& kernel : spec_.kernels) {
     modules_.push_back(Module::Intern(kernel.cubin));
     kernel.cubin = {};  // the attribute it points into does not outlive this call
@@ -83,8 +83,11 @@ void LoadedProgram::LoadOn(int device) {
   resident_[device].store(owned_[device].get(), std::memory_order_release);
 }
 
-void LoadedProgram::Admit(int device, int64_t run) const {
-  for (int64_t slot : workspaces_) AdmitRun(device, slot, run);
+void LoadedProgram::Admit(int device, int64_t run) {
+  if (workspaces_.empty()) return;
+  const bool known = admitted_[device].load(std::memory_order_relaxed);
+  for (int64_t slot : workspaces_) AdmitRun(device, slot, run, known ? nullptr : &id_);
+  admitted_[device].store(true, std::memory_order_relaxed);
 }
 
 void LoadedProgram::Launch(int device, cuda::Stream stream, const Buffers& buffers) const {

@@ -13,6 +13,7 @@
 #include "driver.h"
 #include "module.h"
 #include "program.h"
+#include "workspace.h"
 
 namespace k3jax {
 
@@ -36,7 +37,7 @@ class LoadedProgram {
   void Load(int device);
 
   // Asks the workspaces that the program uses whether it may run; before every run, on each device.
-  void Admit(int device, int64_t run) const;
+  void Admit(int device, int64_t run);
 
   // Puts the launches on the stream: no allocation, no wait. The device must have been loaded.
   void Launch(int device, cuda::Stream stream, const Buffers& buffers) const;
@@ -54,9 +55,11 @@ class LoadedProgram {
   ProgramSpec spec_;
   std::vector<Module*> modules_;  // one a kernel of the program
   std::set<int64_t> workspaces_;  // slots of those that the launches use
+  ProgramId id_;
   std::mutex mutex_;
   std::array<std::unique_ptr<Resident>, kMaxDevices> owned_;
   std::array<std::atomic<const Resident*>, kMaxDevices> resident_ = {};
+  std::array<std::atomic<bool>, kMaxDevices> admitted_ = {};
 };
 
 }  // namespace k3jax

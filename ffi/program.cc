@@ -94,6 +94,14 @@ Argument ReadArgument(Reader& reader, const ProgramSpec& program) {
   return argument;
 }
 
+// FNV-1a.
+uint64_t Digest(uint64_t digest, const void* data, size_t num_bytes) {
+  for (size_t i = 0; i < num_bytes; ++i) {
+    digest = (digest ^ static_cast<const unsigned char*>(data)[i]) * 0x100000001b3;
+  }
+  return digest;
+}
+
 LaunchSpec ReadLaunch(Reader& reader, const ProgramSpec& program) {
   LaunchSpec launch;
   launch.kernel = reader.Next("kernel", 0, int64_t(program.kernels.size()) - 1);
@@ -134,6 +142,10 @@ ProgramSpec ParseProgram(std::string_view name, std::string_view arch, std::stri
     program.launches.push_back(ReadLaunch(reader, program));
   }
   reader.ExpectEnd();
+  program.digest = Digest(0xcbf29ce484222325, name.data(), name.size());
+  program.digest = Digest(program.digest, arch.data(), arch.size());
+  program.digest = Digest(program.digest, entries.data(), entries.size());
+  program.digest = Digest(program.digest, words, num_words * sizeof(*words));
   return program;
 }
 

@@ -62,6 +62,7 @@ struct ProgramSpec {
   size_t num_results = 0;
   std::vector<KernelSpec> kernels;
   std::vector<LaunchSpec> launches;
+  uint64_t digest = 0;  // of name, architecture, entries and words
 };
 
 // Throws a Failure that names the program and the word at fault.

@@ -1,6 +1,7 @@
 #include "tail_device.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -15,6 +16,7 @@ namespace {
 
 constexpr size_t kRememberedRuns = 1024;
 constexpr uint32_t kNobody = 0xffffffff;
+constexpr std::chrono::minutes kPatience{10};  // for a process that still compiles
 
 struct Groups {
   std::mutex mutex;
@@ -112,6 +114,12 @@ DeviceGroup::DeviceGroup(const std::vector<int>& devices, const Layout& layout, 
   }
 }
 
+void DeviceGroup::MeetIn(std::unique_ptr<Segment> segment) {
+  std::vector<int64_t> own;
+  for (const Rank& rank : ranks_) own.push_back(rank.number);
+  meeting_ = std::make_unique<Meeting>(std::move(segment), layout_.ranks, own);
+}
+
 std::vector<cuda::IpcHandle> DeviceGroup::Handles() const {
   std::vector<cuda::IpcHandle> handles(devices_.size());
   for (const Rank& rank : ranks_) {
@@ -133,7 +141,9 @@ void DeviceGroup::Connect(const std::vector<cuda::IpcHandle>& handles) {
     }
     ArmRank(rank);
     RegisterWorkspace(rank.device, slot_, rank.address,
-                      [this, device = rank.device](int64_t run) { Admit(device, run); });
+                      [this, device = rank.device](int64_t run, const ProgramId* newcomer) {
+                        Admit(device, run, newcomer);
+                      });
   }
 }
 
@@ -164,10 +174,15 @@ void DeviceGroup::ArmRank(const Rank& rank) {
   cuda::Check(driver.cuCtxSynchronize(), Concat("waiting for device ", rank.device));
 }
 
-void DeviceGroup::Admit(int device, int64_t run) {
-  std::lock_guard<std::mutex> lock(mutex_);
+void DeviceGroup::Admit(int device, int64_t run, const ProgramId* newcomer) {
   Rank& rank = *std::find_if(ranks_.begin(), ranks_.end(),
                              [device](const Rank& rank) { return rank.device == device; });
+  Admit(rank, run);
+  if (meeting_ && newcomer) meeting_->Attend(rank.number, *newcomer, kPatience);
+}
+
+void DeviceGroup::Admit(Rank& rank, int64_t run) {
+  std::lock_guard<std::mutex> lock(mutex_);
   auto number = [this](int64_t index) {
     const int64_t forgotten = num_runs_ - static_cast<int64_t>(runs_.size());
     return index < forgotten ? -1 : runs_[index - forgotten];
@@ -175,7 +190,7 @@ void DeviceGroup::Admit(int device, int64_t run) {
   if (rank.runs > 0 && number(rank.runs - 1) == run) return;  // another call of the same run
   if (rank.runs < num_runs_) {
     if (number(rank.runs) != run) {
-      Refuse(Concat("device ", device, " comes to run ", run, ", where another device of the group "
+      Refuse(Concat("device ", rank.device, " comes to run ", run, ", where another device of the group "
                     "has run ", number(rank.runs), ": one workspace serves one program at a time, "
                     "on all of its devices; run them one after the other"));
     }
@@ -184,7 +199,9 @@ void DeviceGroup::Admit(int device, int64_t run) {
     for (const Rank& rank : ranks_) {
       const uint32_t note = *rank.note;
       if (note == kNobody) continue;
+      const bool ended = meeting_ && meeting_->Abandoned(note);
       Refuse(Concat("rank ", rank.number, " gave up waiting for rank ", note,
+                    ended ? ", whose process has ended (start all processes again)" : "",
                     ", and results since then are NaN"));
     }
     runs_.push_back(run);
@@ -198,7 +215,7 @@ void DeviceGroup::Refuse(const std::string& reason) {
   refusal_ = reason;
   throw Failure(FailureKind::kFailedPrecondition,
                 Concat("the fused tail runs no further: ", reason,
-                       ". Reset its workspaces on all ranks (reset_workspaces)"));
+                       ". Reset its workspaces on all ranks (k3jax.ops.tail.api.reset_workspaces)"));
 }
 
 void DeviceGroup::Check() {
@@ -213,7 +230,7 @@ void DeviceGroup::Check() {
                   Concat("the fused tail gave up in call ", header[kFailedWord] - 1, ": rank ",
                          rank.number, " waited for rank ", *rank.note,
                          "; results since then are NaN. Reset its workspaces on all ranks "
-                         "(reset_workspaces)"));
+                         "(k3jax.ops.tail.api.reset_workspaces)"));
   }
 }
 
@@ -251,6 +268,16 @@ const char* k3jax_tail_allocate(const int32_t* devices, int64_t slot, int64_t ra
     if (handles == nullptr) return;  // all ranks live here
     std::vector<cuda::IpcHandle> own = group.Handles();
     std::memcpy(handles, own.data(), own.size() * sizeof(cuda::IpcHandle));
+  });
+}
+
+const char* k3jax_tail_meet(const int32_t* devices, int64_t slot, int64_t ranks, const char* name,
+                            int64_t create) {
+  using namespace k3jax::tail;
+  return k3jax::Guard([&] {
+    size_t num_bytes = Meeting::NumBytes();
+    DeviceGroup::Get({devices, devices + ranks}, slot)
+        .MeetIn(create ? Segment::Create(name, num_bytes) : Segment::Open(name, num_bytes));
   });
 }
 

@@ -8,12 +8,16 @@
 
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
 #include "driver.h"
 #include "tail_layout.h"
+#include "tail_meeting.h"
+#include "tail_segment.h"
+#include "workspace.h"
 
 namespace k3jax::tail {
 
@@ -29,6 +33,9 @@ class DeviceGroup {
   // One that was created; throws a Failure if it was not.
   static DeviceGroup& Get(const std::vector<int>& devices, int64_t slot);
 
+  // Where the ranks of several processes meet; before Connect, in such a group.
+  void MeetIn(std::unique_ptr<Segment> segment);
+
   // What another process opens the workspaces of this process's ranks with; zeros for the others.
   std::vector<cuda::IpcHandle> Handles() const;
 
@@ -36,10 +43,10 @@ class DeviceGroup {
   // registers it. No program may run before this is done on all ranks.
   void Connect(const std::vector<cuda::IpcHandle>& handles);
 
-  // Before each run of a program on each device, without waiting for it: throws a Failure if a call
-  // has failed, or if the devices take their runs in different orders. Refuses a run on all devices
-  // of this process or on none.
-  void Admit(int device, int64_t run);
+  // The Admission of each device. Throws a Failure if a call has failed, or if the devices take their
+  // runs in different orders; refuses a run on all devices of this process or on none. Meets other
+  // processes if the program is a newcomer.
+  void Admit(int device, int64_t run, const ProgramId* newcomer);
 
   // Throws a Failure that names who waited for whom if a call has failed. Waits for the devices.
   void Check();
@@ -59,13 +66,15 @@ class DeviceGroup {
   };
 
   DeviceGroup(const std::vector<int>& devices, const Layout& layout, int64_t slot);
+  void Admit(Rank& rank, int64_t run);
   void ArmRank(const Rank& rank);
   [[noreturn]] void Refuse(const std::string& reason);
 
   const std::vector<int> devices_;
   const Layout layout_;
   const int64_t slot_;
-  std::mutex mutex_;
+  std::unique_ptr<Meeting> meeting_;
+  std::mutex mutex_;          // guards the rest
   std::vector<Rank> ranks_;   // those here
   std::deque<int64_t> runs_;  // in the order of their first admission, the newest last
   int64_t num_runs_ = 0;

@@ -349,4 +349,4 @@ extern "C" const char* k3jax_tail_host_join(const char* name, int64_t create, co
   });
 }
 
-extern "C" void k3jax_tail_host_unlink(const char* name) { k3jax::tail::Segment::Unlink(name); }
+extern "C" void k3jax_tail_unlink(const char* name) { k3jax::tail::Segment::Unlink(name); }

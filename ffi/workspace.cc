@@ -51,6 +51,8 @@ void RegisterWorkspace(int device, int64_t slot, uint64_t address, Admission adm
 
 uint64_t WorkspaceAddress(int device, int64_t slot) { return Find(device, slot).address; }
 
-void AdmitRun(int device, int64_t slot, int64_t run) { Find(device, slot).admission(run); }
+void AdmitRun(int device, int64_t slot, int64_t run, const ProgramId* newcomer) {
+  Find(device, slot).admission(run, newcomer);
+}
 
 }  // namespace k3jax

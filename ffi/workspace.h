@@ -9,19 +9,27 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
 
 namespace k3jax {
 
-// Called before every run of a program that uses the workspace, with XLA's number of the run, which
-// all devices of a process share. Throws a Failure to refuse the run; waits for nothing.
-using Admission = std::function<void(int64_t run)>;
+struct ProgramId {
+  std::string name;
+  uint64_t digest;  // of all that it does but for its machine code
+};
+
+// Called on each device before every run of a program that uses the workspace, with XLA's number of
+// the run, which all devices of a process share. `newcomer` is the program in its first run on the
+// device, when the admission may wait for other devices, and null in all later ones, when it waits
+// for nothing. Throws a Failure to refuse the run.
+using Admission = std::function<void(int64_t run, const ProgramId* newcomer)>;
 
 // Throws a Failure if the slot already holds another address on this device.
 void RegisterWorkspace(int device, int64_t slot, uint64_t address, Admission admission);
 
 // Throws a Failure if nothing is registered.
 uint64_t WorkspaceAddress(int device, int64_t slot);
-void AdmitRun(int device, int64_t slot, int64_t run);
+void AdmitRun(int device, int64_t slot, int64_t run, const ProgramId* newcomer);
 
 }  // namespace k3jax
 

@@ -168,7 +168,9 @@ TEST(StagesRunInOrderAndPassBuffersOn) {
 
 TEST(EveryRunAsksTheWorkspaceFirst) {
   std::vector<int64_t> runs;
-  RegisterWorkspace(1, 9, 0xabc000, [&runs](int64_t run) {
+  std::vector<std::string> newcomers;
+  RegisterWorkspace(1, 9, 0xabc000, [&](int64_t run, const ProgramId* newcomer) {
+    if (newcomer) newcomers.push_back(newcomer->name);
     if (run == 43) throw Failure(FailureKind::kFailedPrecondition, "not this one");
     runs.push_back(run);
   });
@@ -177,10 +179,12 @@ TEST(EveryRunAsksTheWorkspaceFirst) {
   words[words.size() - 8] = 9;
   Call call("\177ELFone:3;", words);
   CHECK(call.Instantiate() == "");
+  CHECK(Holds(call.Initialize(43), "k3jax: not this one"));
   CHECK(call.Initialize(42) == "");
   CHECK(Holds(call.Initialize(43), "k3jax: not this one"));
   CHECK(call.Initialize(44) == "");
   CHECK((runs == std::vector<int64_t>{42, 44}));
+  CHECK(newcomers.size() == 2);  // until it was admitted once
 }
 
 TEST(ErrorsBecomeXlaErrors) {

@@ -122,16 +122,16 @@ TEST(RanksOfTwoProcessesFindEachOtherByHandles) {
 TEST(AFailureStopsAllRunsThatStartAfterItUntilAReset) {
   DeviceGroup& group = CreateHere({0, 1}, 6);
   for (int64_t run : {10, 11}) {
-    for (int device : {0, 1, 1, 0}) AdmitRun(device, 6, run);  // two calls a run
+    for (int device : {0, 1, 1, 0}) AdmitRun(device, 6, run, nullptr);  // two calls a run
   }
-  AdmitRun(1, 6, 12);
+  AdmitRun(1, 6, 12, nullptr);
   Words(1, 6)[kEpochWord] = 7;
   Words(1, 6)[kLayout.latent_at(1, 0, 2)] = 17;
   GiveUp(1, 6, 0);
-  AdmitRun(0, 6, 12);  // the run has begun elsewhere: all devices or none
+  AdmitRun(0, 6, 12, nullptr);  // the run has begun elsewhere: all devices or none
   fake->calls.clear();
   for (int device : {0, 1}) {
-    CHECK_THROWS(AdmitRun(device, 6, 13), "rank 1 gave up waiting for rank 0", "NaN",
+    CHECK_THROWS(AdmitRun(device, 6, 13, nullptr), "rank 1 gave up waiting for rank 0", "NaN",
                  "reset_workspaces");
   }
   CHECK(fake->calls.empty());  // asks no device
@@ -141,18 +141,18 @@ TEST(AFailureStopsAllRunsThatStartAfterItUntilAReset) {
   group.Check();
   CHECK(Words(1, 6)[kEpochWord] == 0);
   CHECK(Armed(Words(1, 6)));
-  for (int device : {1, 0}) AdmitRun(device, 6, 14);
+  for (int device : {1, 0}) AdmitRun(device, 6, 14, nullptr);
 }
 
 TEST(DevicesThatTakeRunsInDifferentOrdersAreStopped) {
   DeviceGroup& group = CreateHere({0, 1}, 7);
-  AdmitRun(0, 7, 20);
-  CHECK_THROWS(AdmitRun(1, 7, 21), "device 1 comes to run 21", "has run 20",
+  AdmitRun(0, 7, 20, nullptr);
+  CHECK_THROWS(AdmitRun(1, 7, 21, nullptr), "device 1 comes to run 21", "has run 20",
                "one program at a time");
-  CHECK_THROWS(AdmitRun(0, 7, 21), "has run 20");
+  CHECK_THROWS(AdmitRun(0, 7, 21, nullptr), "has run 20");
   group.Arm();
   for (int64_t run = 30; run < 5000; ++run) {
-    for (int device : {0, 1}) AdmitRun(device, 7, run);
+    for (int device : {0, 1}) AdmitRun(device, 7, run, nullptr);
   }
 }
 

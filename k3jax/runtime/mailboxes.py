@@ -6,6 +6,7 @@ calls in the same order.
 """
 
 import ctypes
+import functools
 import secrets
 import threading
 import zlib
@@ -76,9 +77,9 @@ class TailWorkspaces:
             if (self.layout, keys[0]) in _groups:
                 return
             if self.devices:
-                self._connect_gpus()
+                self._connect_gpus(process)
             elif len(set(self.homes)) > 1:
-                self._share_memory(process, own)
+                self._share_memory(process, functools.partial(self._join_host, own))
             _groups.update({(self.layout, key): self for key in keys})
 
     def check(self) -> None:
@@ -86,11 +87,22 @@ class TailWorkspaces:
         _call("k3jax_tail_check", *self._place)
 
     def reset(self) -> None:
-        """Waits for the GPUs of all processes and arms everything anew, on all ranks."""
+        """Waits for the GPUs of all processes and arms everything anew, on all ranks.
+
+        CPU devices need none of it: there the next call does it.
+        """
+        if not self.devices:
+            return
         self._together(lambda: _call("k3jax_tail_quiesce", *self._place))
         self._together(lambda: _call("k3jax_tail_arm", *self._place))
 
-    def _connect_gpus(self) -> None:
+    def _join_host(self, own: Sequence[int], name: bytes, create: bool) -> None:
+        members = (ctypes.c_int64 * len(self.members))(*self.members)
+        here = (ctypes.c_int64 * len(own))(*own)
+        ranks = self.layout.ranks
+        _call("k3jax_tail_host_join", name, create, members, here, len(own), ranks, *self._sizes)
+
+    def _connect_gpus(self, process: int) -> None:
         shared = ELSEWHERE in self.devices
         handles = ctypes.create_string_buffer(HANDLE_BYTES * self.layout.ranks if shared else 1)
 
@@ -106,33 +118,29 @@ class TailWorkspaces:
             _call("k3jax_tail_connect", *self._place, handles if shared else None)
 
         answers = self._on_one_machine(allocate)
+        if shared:
+            self._share_memory(process, functools.partial(_call, "k3jax_tail_meet", *self._place))
         self._together(connect)
 
-    def _share_memory(self, process: int, own: Sequence[int]) -> None:
-        """Maps memory that the first process creates; its name is gone once all have it."""
+    def _share_memory(self, process: int, join: Callable[[bytes, bool], None]) -> None:
+        """Memory of all processes: the first calls `join(name, True)`, then the others with False.
+
+        Its name is gone once all have it.
+        """
         creator = min(self.homes)
         name = f"/k3jax-{secrets.token_hex(8)}" if process == creator else ""
 
-        def join(name: str) -> None:
-            members = (ctypes.c_int64 * len(self.members))(*self.members)
-            here = (ctypes.c_int64 * len(own))(*own)
-            _call(
-                "k3jax_tail_host_join",
-                *(name.encode(), process == creator, members, here, len(own)),
-                *(self.layout.ranks, *self._sizes),
-            )
-
         def create() -> str:
-            if process == creator:
-                join(name)
+            if name:
+                join(name.encode(), True)
             return name
 
         try:
             names = self._on_one_machine(create)
-            self._together(lambda: None if process == creator else join(names[creator]))
+            self._together(lambda: None if name else join(names[creator].encode(), False))
         finally:
-            if process == creator:
-                library.symbol("k3jax_tail_host_unlink")(name.encode())
+            if name:
+                library.symbol("k3jax_tail_unlink")(name.encode())
 
     def _on_one_machine(self, action: Callable[[], str]) -> dict[int, str]:
         """What `action` returned on each process, if all are on one machine."""

@@ -119,18 +119,41 @@ def handles_of(rank, byte):
 
 
 def test_processes_exchange_the_handles_of_their_own_gpus(library, monkeypatch):
-    peer = Peer(monkeypatch, ["+HOST " + handles_of(1, 0xBB).hex(), "+"])
+    peer = Peer(monkeypatch, ["+HOST " + handles_of(1, 0xBB).hex(), "+HOST ", "+", "+"])
     group = over_two_processes()
     assert group.devices == (0, ELSEWHERE)
     group.create()
-    table = library.calls[1][-1].raw
-    assert table[HANDLE_BYTES:] == b"\xbb" * HANDLE_BYTES
-    assert library.names == ["allocate", "connect"]
-    assert [value[0] for value in peer.said] == ["+", "+"]
+    assert library.names == ["allocate", "meet", "connect"]
+    name, created = library.calls[1][-2:]
+    assert name.startswith(b"/k3jax-")
+    assert created
+    assert peer.said[1].endswith(name.decode())
+    table = library.calls[2][-1].raw
+    assert table[HANDLE_BYTES : 2 * HANDLE_BYTES] == b"\xbb" * HANDLE_BYTES
+
+
+def test_cpu_devices_of_two_processes_share_memory(library, monkeypatch):
+    peer = Peer(monkeypatch, ["+HOST ", "+"])
+    devices = [Device(0, platform="cpu"), Device(1, process_index=OWN + 1, platform="cpu")]
+    group = fused.tail_workspaces(devices, 64, 128)
+    for _ in range(2):
+        group.create()
+    assert library.names == ["host_join"]
+    _, name, created, members, here, *numbers = library.calls[0]
+    assert peer.said[0].endswith(name.decode())
+    assert (created, list(members), list(here), numbers) == (
+        True,
+        [0, 1],
+        [0],
+        [1, 2, 128, 64, 128],
+    )
+    group.reset()  # the next call does it
+    assert len(library.calls) == 1
 
 
 def test_what_fails_on_one_process_fails_on_all(library, monkeypatch):
-    Peer(monkeypatch, ["+HOST " + handles_of(1, 1).hex(), "-device 0 cannot address rank 0"] * 2)
+    first = ["+HOST " + handles_of(1, 1).hex(), "+HOST ", "+"]
+    Peer(monkeypatch, [*first, "-device 0 cannot address rank 0", *first, "+"])
     with pytest.raises(RuntimeError, match=f"process {OWN + 1} could not: device 0 cannot address"):
         over_two_processes().create()
     library.refused = {"k3jax_tail_connect": "no memory"}

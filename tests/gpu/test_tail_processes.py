@@ -1,0 +1,156 @@
+"""The fused tail over two processes with a GPU each; both on one card where there is only one.
+
+Run as a module, this file is one of the two processes.
+"""
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from k3jax.ops.tail import fused
+from k3jax.parallel import RankGroup
+from k3jax.runtime.target import Target
+from tests.ops.tail_oracle import EPS, draw, oracle
+from tests.support import bits
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs the CuTe DSL"),
+]
+
+RANKS, LATENT, HIDDEN = 2, 3584, 7168
+TOKENS = (1, 8, 9, 32, 33, 64, 128, 1, 128, 7)
+TIMEOUT = 150
+SHORT_BUDGET = 1 << 19
+"""Polls before a rank gives up; long for a rank that is on its way, short for a test."""
+
+SPECS = (P("tp"), P("tp"), P(), P())
+
+
+def test_two_processes(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        address = f"localhost:{probe.getsockname()[1]}"
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    cards = len(jax.devices())
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", __name__, address, str(rank), str(rank % cards), str(tmp_path)],
+            env=environment,
+            cwd=Path(__file__).parent.parent.parent,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        logs = [worker.communicate(timeout=TIMEOUT)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    print(*logs, sep="\n")
+    assert [worker.returncode for worker in workers] == [0, -signal.SIGKILL]
+    assert "all done" in logs[0]
+
+
+def place(mesh, arrays):
+    return [
+        jax.make_array_from_callback(
+            array.shape, NamedSharding(mesh, spec), lambda index, array=array: array[index]
+        )
+        for array, spec in zip(arrays, SPECS, strict=True)
+    ]
+
+
+def make_step(mesh, captured):
+    def local(latent, shared, gain, up_proj):
+        y = fused.fused_tail(
+            latent[0], shared[0], gain, up_proj,
+            eps=EPS, group=RankGroup(RANKS, "tp"), target=Target.current(),
+        )  # fmt: skip
+        return y[None]
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=SPECS, out_specs=P("tp"))
+    size = 1 if captured else 1_000_000
+    step = jax.jit(mapped, compiler_options={"xla_gpu_graph_min_graph_size": size})
+
+    def run(arrays):
+        (shard,) = step(*place(mesh, arrays)).addressable_shards
+        return np.asarray(shard.data)[0]
+
+    return run
+
+
+def check(y, arrays, folder, rank, number):
+    wanted = oracle(*arrays)
+    assert np.linalg.norm(y.astype(np.float64) - wanted) <= 1e-3 * np.linalg.norm(wanted)
+    np.save(folder / f"{number}-{rank}.tmp.npy", bits(y))
+    (folder / f"{number}-{rank}.tmp.npy").rename(folder / f"{number}-{rank}.npy")
+
+
+def worker(address: str, rank: int, card: int, folder: Path) -> None:
+    jax.distributed.initialize(
+        address, RANKS, rank, local_device_ids=[card], initialization_timeout=60,
+        shutdown_timeout_seconds=5,
+    )  # fmt: skip
+    fused.POLL_BUDGET = SHORT_BUDGET
+    devices = jax.devices()
+    mesh = jax.make_mesh((RANKS,), ("tp",), axis_types=(AxisType.Auto,))
+    workspaces = fused.tail_workspaces(devices, LATENT, HIDDEN)
+    workspaces.create()
+    rng = np.random.default_rng([int(address.split(":")[1])])  # the same on both
+    steps = {captured: make_step(mesh, captured) for captured in (True, False)}
+
+    for number, tokens in enumerate(TOKENS):
+        arrays = draw(rng, RANKS, tokens, LATENT, HIDDEN)
+        for captured, step in steps.items():
+            check(step(arrays), arrays, folder, rank, f"{number}-{captured}")
+    workspaces.check()
+    print(rank, "numbers are right", flush=True)
+
+    step = steps[True]
+    if rank == 0:  # rank 1 stays away
+        start = time.monotonic()
+        assert np.isnan(step(arrays).astype(np.float32)).all()
+        print(f"gave up after {time.monotonic() - start:.2f} s", flush=True)
+        for _ in range(2):
+            with pytest.raises(jax.errors.JaxRuntimeError, match="gave up waiting for rank 1"):
+                step(arrays)
+        with pytest.raises(RuntimeError, match="rank 0 waited for rank 1"):
+            workspaces.check()
+    workspaces.reset()
+    for number in range(4):  # every slot
+        check(step(arrays), arrays, folder, rank, f"again-{number}")
+    print(rank, "right again after a reset", flush=True)
+
+    if rank == 1:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(2)
+    start = time.monotonic()
+    assert np.isnan(step(arrays).astype(np.float32)).all()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="gave up waiting for rank 1"):
+        step(arrays)
+    print(f"the end of process 1 is named after {time.monotonic() - start:.2f} s", flush=True)
+    for path in folder.glob("*-0.npy"):
+        other = path.with_name(path.name.replace("-0.npy", "-1.npy"))
+        np.testing.assert_array_equal(np.load(path), np.load(other))
+    print("all done", flush=True)
+    os._exit(0)  # the other process cannot come to a shutdown
+
+
+if __name__ == "__main__":
+    worker(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
