@@ -83,18 +83,20 @@ class TailWorkspaces:
             _groups.update({(self.layout, key): self for key in keys})
 
     def check(self) -> None:
-        """Waits for this process's GPUs; RuntimeError if a rank gave up waiting for another."""
-        _call("k3jax_tail_check", *self._place)
+        """Waits for this process's GPUs; RuntimeError if a rank gave up waiting for another.
+
+        On CPU devices the call itself says so.
+        """
+        if self.devices:
+            _call("k3jax_tail_check", *self._place)
 
     def reset(self) -> None:
         """Waits for the GPUs of all processes and arms everything anew, on all ranks.
 
         CPU devices need none of it: there the next call does it.
         """
-        if not self.devices:
-            return
-        self._together(lambda: _call("k3jax_tail_quiesce", *self._place))
-        self._together(lambda: _call("k3jax_tail_arm", *self._place))
+        for step in ("quiesce", "arm") if self.devices else ():
+            self._together(functools.partial(_call, f"k3jax_tail_{step}", *self._place))
 
     def _join_host(self, own: Sequence[int], name: bytes, create: bool) -> None:
         members = (ctypes.c_int64 * len(self.members))(*self.members)

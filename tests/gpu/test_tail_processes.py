@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from k3jax.ops.tail import fused
-from k3jax.parallel import RankGroup
+from k3jax.parallel import Parallel, run_sharded
 from k3jax.runtime.target import Target
 from tests.ops.tail_oracle import EPS, draw, oracle
 from tests.support import bits
@@ -76,19 +76,20 @@ def place(mesh, arrays):
 
 
 def make_step(mesh, captured):
-    def local(latent, shared, gain, up_proj):
+    def local(group, latent, shared, gain, up_proj):
         y = fused.fused_tail(
-            latent[0], shared[0], gain, up_proj,
-            eps=EPS, group=RankGroup(RANKS, "tp"), target=Target.current(),
-        )  # fmt: skip
+            latent[0], shared[0], gain, up_proj, eps=EPS, group=group, target=Target.current()
+        )
         return y[None]
 
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=SPECS, out_specs=P("tp"))
+    def step(*arrays):
+        return run_sharded(local, Parallel(mesh), SPECS, P("tp"), *arrays)
+
     size = 1 if captured else 1_000_000
-    step = jax.jit(mapped, compiler_options={"xla_gpu_graph_min_graph_size": size})
+    jitted = jax.jit(step, compiler_options={"xla_gpu_graph_min_graph_size": size})
 
     def run(arrays):
-        (shard,) = step(*place(mesh, arrays)).addressable_shards
+        (shard,) = jitted(*place(mesh, arrays)).addressable_shards
         return np.asarray(shard.data)[0]
 
     return run
