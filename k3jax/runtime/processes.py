@@ -26,16 +26,13 @@ def host_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def gather(
-    name: str, processes: Iterable[int], value: str, timeout: float = TIMEOUT_SECONDS
-) -> dict[int, str]:
+def gather(name: str, processes: Iterable[int], value: str) -> dict[int, str]:
     """Every process's value, once all have called this as often under this name.
 
     Args:
         name: of the exchange.
         processes: who takes part, this process among them; alone it does not wait.
         value: of this process.
-        timeout: seconds to wait for each of the others.
 
     Raises:
         RuntimeError: a process did not come.
@@ -56,11 +53,11 @@ def gather(
     for process in others:
         try:
             values[process] = client.blocking_key_value_get(
-                f"{prefix}/{process}", int(timeout * 1000)
+                f"{prefix}/{process}", int(TIMEOUT_SECONDS * 1000)
             )
         except jax.errors.JaxRuntimeError as error:
             raise RuntimeError(
-                f"{name}: process {process} did not come within {timeout:g} s. All processes must "
+                f"{name}: process {process} did not come within {TIMEOUT_SECONDS:g} s. All processes must "
                 f"run the same program, and take the same tier for the same layers ({error})"
             ) from error
     _exchanges[name] += 1
