@@ -210,5 +210,8 @@ def _resolve_plan(
 @functools.cache
 def _log_once(plan: LayerPlan) -> None:
     logger.info("%s", plan)
+    unfused = dict(plan.tail.declined).get(TailTier.TAIL_FUSION)
+    if unfused and plan.tp > 1:
+        logger.info("tail=%s rather than tail_fusion: %s", plan.tail.tier, unfused)
     if any(reason == UNPACKED for _, reason in plan.experts.declined):
         logger.warning("experts run in XLA on %s: %s", plan.target.kind, UNPACKED)
