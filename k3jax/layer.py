@@ -134,6 +134,7 @@ def _moe_local(
         tier=plan.experts.tier,
         tp=group.size,
         target=plan.target,
+        weighted=not plan.unfinalised,
     )
     shared = None
     if params.shared_experts is not None:
@@ -149,6 +150,7 @@ def _moe_local(
         tier=plan.tail.tier,
         scattered=plan.output == "scattered",
         target=plan.target,
+        routes=(ids, weights) if plan.unfinalised else None,
     )
 
 

@@ -42,6 +42,7 @@ class LayerPlan:
         router: tier of the router.
         experts: tier of the routed experts.
         tail: tier of the latent tail.
+        unfinalised: whether the fused tail weighs and sums the experts' rows.
     """
 
     num_tokens: int
@@ -52,13 +53,16 @@ class LayerPlan:
     router: Choice[RouterTier]
     experts: Choice[ExpertsTier]
     tail: Choice[TailTier]
+    unfinalised: bool = False
 
     def __str__(self) -> str:
         """One line, for the log."""
         parts = (
             f"{part}={getattr(self, part).tier} ({getattr(self, part).reason})" for part in PARTS
         )
-        return f"{self.num_tokens} tokens, tp={self.tp}, {self.target.kind}: " + "; ".join(parts)
+        weighed = "; the tail weighs the experts' rows" if self.unfinalised else ""
+        head = f"{self.num_tokens} tokens, tp={self.tp}, {self.target.kind}: "
+        return head + "; ".join(parts) + weighed
 
 
 PARTS = ("router", "experts", "tail")
@@ -76,6 +80,7 @@ def plan_layer(
     router: RouterTier | str | None = None,
     experts: ExpertsTier | str | None = None,
     tail: TailTier | str | None = None,
+    unfinalised: bool = False,
 ) -> LayerPlan:
     """Chooses the tiers of one layer.
 
@@ -90,6 +95,7 @@ def plan_layer(
         router: force this tier.
         experts: force this tier.
         tail: force this tier.
+        unfinalised: hand the experts' rows to the fused tail unweighted; it weighs them.
 
     Raises:
         ValueError: an argument is out of range, or a forced tier cannot run; the message says why.
@@ -101,7 +107,7 @@ def plan_layer(
     config.check_tp(tp)
     if not isinstance(target, Target):
         target = Target.current() if target is None else Target.named(target)
-    return LayerPlan(
+    plan = LayerPlan(
         num_tokens,
         tp,
         target,
@@ -117,7 +123,14 @@ def plan_layer(
             _tail_table(config, num_tokens, tp, target, output, overlap_limit),
             tail,
         ),
+        unfinalised=unfinalised,
     )
+    if unfinalised and plan.tail.tier != TailTier.TAIL_FUSION:
+        raise ValueError(
+            f"unfinalised=True needs tail='tail_fusion', got {str(plan.tail.tier)!r}: "
+            f"{dict(plan.tail.declined).get(TailTier.TAIL_FUSION, plan.tail.reason)}"
+        )
+    return plan
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,9 @@ def gather(name: str, processes: Iterable[int], value: str) -> dict[int, str]:
             )
         except jax.errors.JaxRuntimeError as error:
             raise RuntimeError(
-                f"{name}: process {process} did not come within {TIMEOUT_SECONDS:g} s. All processes must "
-                f"run the same program, and take the same tier for the same layers ({error})"
+                f"{name}: process {process} did not come within {TIMEOUT_SECONDS:g} s. All "
+                "processes must run the same program, with the same tier for the same layers "
+                f"({error})"
             ) from error
     _exchanges[name] += 1
     return dict(sorted(values.items()))

@@ -88,6 +88,7 @@ def routed_experts(
     tier: ExpertsTier,
     tp: int = 1,
     target: Target | None = None,
+    weighted: bool = True,
 ) -> jax.Array:
     """sum_k weights[:, k] * expert_{ids[:, k]}(z): bfloat16 [T, L]; one rank's partial under TP.
 
@@ -104,12 +105,16 @@ def routed_experts(
         tier: implementation; the kernels' tiers are the XLA tier anywhere but on CUDA.
         tp: ranks that split the experts.
         target: device that kernels are compiled for.
+        weighted: the sum; or its terms unweighted, [T, K, L], zeros where an id is -1.
     """
     if tier in _KERNELS:
+        target = target or Target.current()
         kernel = functools.partial(
-            run_kernels, tier=tier, config=config, tp=tp, target=target or Target.current()
+            run_kernels, tier=tier, config=config, tp=tp, target=target, weighted=weighted
         )
-        plain = functools.partial(routed_experts, config=config, tier=ExpertsTier.XLA)
+        plain = functools.partial(
+            routed_experts, config=config, tier=ExpertsTier.XLA, weighted=weighted
+        )
         return platform_choice(kernel, plain)(z, ids, weights, params)
     betas = (config.situ_beta, config.situ_linear_beta)
     compute = _ROWS[tier]
@@ -117,7 +122,7 @@ def routed_experts(
         remedy = "plan the layer with experts='reference'"
         compute = without_gradient(compute, name=f"experts={tier.value!r}", remedy=remedy)
     rows = compute(z, ids, params, betas)
-    return reference.combine(rows, ids, weights)
+    return reference.combine(rows, ids, weights) if weighted else rows
 
 
 def run_kernels(
@@ -130,6 +135,7 @@ def run_kernels(
     config: MoEConfig,
     tp: int,
     target: Target,
+    weighted: bool = True,
 ) -> jax.Array:
     """The custom calls of a tier, on experts in kernel order; no tokens need no call."""
     inner = config.expert_intermediate_size // tp
@@ -138,8 +144,9 @@ def run_kernels(
     parts = []
     for first in range(0, z.shape[0], most):
         part = tuple(array[first : first + most] for array in (z, ids, weights))
-        program = build(config, part[0].shape[0], tp, target)
+        program = build(config, part[0].shape[0], tp, target, weighted)
         parts += call_program(program, *part, packed.gate_up, packed.down, target=target)
     if not parts:
-        return jnp.zeros((0, config.latent_size), jnp.bfloat16)
+        slots = () if weighted else ids.shape[1:]
+        return jnp.zeros((0, *slots, config.latent_size), jnp.bfloat16)
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)

@@ -112,11 +112,13 @@ def latent_tail(
     tier: TailTier,
     scattered: bool = False,
     target: Target | None = None,
+    routes: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """r(r(RMSNorm(sum_ranks m) W_up^T) + sum_ranks shared).
 
     Args:
-        m: bfloat16 [T, L], this rank's partial of the weighted expert sum.
+        m: bfloat16 [T, L], this rank's partial of the weighted expert sum; or its terms unweighted
+            [T, K, L], with `routes`, for the fused tier.
         shared: bfloat16 [T, H], this rank's partial of the shared expert, or None.
         gain: bfloat16 [L], or None for no norm.
         up_proj: bfloat16 [H, L], replicated.
@@ -125,6 +127,7 @@ def latent_tail(
         tier: how.
         scattered: return only this rank's H / tp columns.
         target: device that the fused tier's kernel is compiled for.
+        routes: ids int32 [T, K], -1 for a dropped term, and weights float32 [T, K].
 
     Returns:
         bfloat16 [T, H], or [T, H / tp] if scattered.
@@ -132,6 +135,7 @@ def latent_tail(
     if tier == TailTier.TAIL_FUSION:
         assert shared is not None, "refused by fusion_refusal"
         assert gain is not None, "refused by fusion_refusal"
+        ids, weights = routes or (None, None)
         return fused.fused_tail(
             m,
             shared,
@@ -141,6 +145,8 @@ def latent_tail(
             group=group,
             target=target or Target.current(),
             number=group.number(),
+            weights=weights,
+            ids=ids,
             scattered=scattered,
         )
     latent = _sum(m, group)
