@@ -1,4 +1,4 @@
-"""Asynchronous copies in flight: `cp.async` per thread, bulk copies by the copy engine.
+"""In flight: `cp.async` per thread, bulk copies by the copy engine, `st.async` between blocks.
 
 Until a copy is waited for, the bytes it writes can be neither read nor written, and the bytes of
 shared memory that it reads cannot be written. The data move as late as the schedule allows.
@@ -270,4 +270,62 @@ class BulkCopies:
             if busy and block in blocks:
                 raise InFlightError(
                     f"block {block} exits while its bulk copy is in flight", copy.instruction
+                )
+
+
+class AsyncStores:
+    """`st.async` of a launch: each lane's bytes and its report to an mbarrier arrive together."""
+
+    def __init__(self, grid):
+        self.grid = grid
+        self.pending: list[np.ndarray] = []
+
+    def issue(self, access, numbers, lanes, target, data, barrier) -> None:
+        """Starts stores by some lanes of some warps.
+
+        Args:
+            access: the instruction and its group.
+            numbers, lanes: which threads, one a store.
+            target: offsets in the shared store.
+            data: bytes, [stores, size].
+            barrier: index of the mbarrier that each completes on.
+        """
+        grid, size = self.grid, data.shape[1]
+        grid.shared.claim(target, size, access)
+        self.pending.append(target)
+        words = ((target.astype(np.int64) >> 2)[:, None] + np.arange(size // 4)).ravel()
+        owners = grid.block_of[numbers] // grid.cluster_size
+        for cluster in np.unique(owners):
+            mine = owners == cluster
+            each = np.repeat(mine, size // 4)
+            threads = np.repeat(numbers, size // 4)[each], np.repeat(lanes, size // 4)[each]
+            epoch = grid.races.async_write(access, *threads, words[each])
+            clocks = grid.races.agent_clocks(epoch)
+            # What the threads had read before they stored cannot be read later.
+            known = grid.races.release_lanes(numbers[mine], lanes[mine]).max(axis=0)
+            self._deliver_later(target, data, barrier, mine, np.maximum(clocks, known))
+
+    def _deliver_later(self, target, data, barrier, which, clocks) -> None:
+        def deliver():
+            shared = self.grid.shared
+            at = target[which].astype(np.int64)[:, None] + np.arange(data.shape[1])
+            shared.data[at] = data[which]
+            shared.shadow[at] = ALLOCATED | WRITE | READ
+            self.pending = [left for left in self.pending if left is not target]
+            for index, count in zip(*np.unique(barrier[which], return_counts=True), strict=True):
+                num_bytes = int(count) * data.shape[1]
+                self.grid.part(Mbarriers).complete_bytes(int(index), num_bytes, clocks)
+
+        self.grid.device.after_a_while(deliver)
+
+    def blocks_exited(self, blocks) -> None:
+        """A block must wait for what others store into it."""
+        shared = self.grid.shared
+        for target in self.pending:
+            block = shared.block(target.astype(np.int64))
+            if np.isin(block, blocks).any():
+                raise InFlightError(
+                    f"block {int(block[np.isin(block, blocks)][0])} exits while an asynchronous "
+                    "store into its shared memory is in flight",
+                    None,
                 )

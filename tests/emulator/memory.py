@@ -249,6 +249,10 @@ class SharedMemory(ByteStore):
         offset = within + block * np.uint64(self.stride) + np.uint64(DUMMY)
         return np.where(outside, np.uint64((1 << 63) - 1), offset) if outside.any() else offset
 
+    def block(self, offset):
+        """Blocks that offsets belong to."""
+        return (offset - DUMMY) // self.stride
+
     def spell(self, offset: int) -> str:
         block, within = divmod(offset - DUMMY, self.stride)
         if offset == (1 << 63) - 1:

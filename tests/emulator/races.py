@@ -210,10 +210,16 @@ class Races:
     def agent_write(self, access, number: int, lane: int, start: int, num_bytes: int) -> int:
         """A bulk copy into shared memory, issued by a warp: its epoch on the engine's clock."""
         words = np.arange(start >> 2, (start + num_bytes + 3) >> 2)
-        touch = Touch(access, np.full(words.size, number), np.full(words.size, lane), words)
+        return self.async_write(
+            access, np.full(words.size, number), np.full(words.size, lane), words
+        )
+
+    def async_write(self, access, numbers, lanes, words) -> int:
+        """Words of one cluster written asynchronously for some warps: their epoch."""
+        touch = Touch(access, numbers, lanes, words)
         self._check_writes(touch, "overwrites by a copy")
         self._check_reads(touch)
-        cluster = self.grid.block_of[number] // self.grid.cluster_size
+        cluster = self.grid.block_of[numbers[0]] // self.grid.cluster_size
         self.agent_clock[cluster] += 1
         self.writer[words] = self.agent + 1
         self.write_epoch[words] = self.agent_clock[cluster]

@@ -5,7 +5,9 @@ import pytest
 
 from tests.emulator import (
     DeadlockError,
+    EmulationError,
     GlobalMemory,
+    InFlightError,
     OutOfBoundsError,
     RaceError,
     UninitialisedError,
@@ -98,6 +100,72 @@ def test_remote_store_and_remote_arrival(seed):
     run(kernel(REMOTE, ["u64"]), 32, [out], memory, grid=4, cluster=2, shared=512, seed=seed)
     got = memory.contents(out, 512)[0].view("u4").reshape(4, 32)
     np.testing.assert_array_equal(got, (np.arange(4) ^ 1)[:, None] * 100 + np.arange(32))
+
+
+ASYNC = """
+\tmov.u32 %r0, %cluster_ctarank;
+\tsetp.eq.u32 %p0, %thread, 0;
+\t@%p0 mbarrier.init.shared.b64 [%sm], 1;
+\tfence.mbarrier_init.release.cluster;
+\tbarrier.cluster.arrive.relaxed;
+\tbarrier.cluster.wait;
+\t@%p0 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%sm], {expected};
+\txor.b32 %r1, %r0, 1;
+\tmapa.shared::cluster.u32 %r2, %sm, %r1;
+\tmad.lo.u32 %r3, %lane, 16, %r2;
+\tmad.lo.u32 %r4, %block, 100, %lane;
+\tadd.u32 %r8, %r4, 1000;
+\tst.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%r3+64],
+\t    {{%r4, %r8, %r4, %r8}}, [{barrier}];
+{early}
+WAIT:
+\tmbarrier.try_wait.parity.shared::cta.b64 %p1, [%sm], 0;
+\t@!%p1 bra WAIT;
+\tmad.lo.u32 %r5, %lane, 16, %sm;
+\tld.shared.v4.b32 {{%r6, %r7, %r9, %r10}}, [%r5+64];
+\tsub.u32 %r7, %r7, %r10;
+\tadd.u32 %r6, %r6, %r7;
+\tmad.lo.u32 %r7, %block, 32, %lane;
+\tmul.wide.u32 %d0, %r7, 4;
+\tadd.u64 %d0, %d0, %pa0;
+\tst.global.b32 [%d0], %r6;
+"""
+
+
+def exchange(seed=None, expected=512, barrier="%r2", early=""):
+    memory = GlobalMemory()
+    out = memory.allocate("out", 128 * 4)
+    code = ASYNC.format(expected=expected, barrier=barrier, early=early)
+    run(kernel(code, ["u64"]), 32, [out], memory, grid=4,
+        cluster=2, shared=1024, seed=seed, patience=20)  # fmt: skip
+    return memory.contents(out, 512)[0].view("u4").reshape(4, 32)
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+def test_asynchronous_store_to_a_neighbour(seed):
+    want = (np.arange(4) ^ 1)[:, None] * 100 + np.arange(32)
+    np.testing.assert_array_equal(exchange(seed), want)
+
+
+def test_asynchronous_store_that_more_bytes_are_expected_of():
+    with pytest.raises(DeadlockError, match="lacks 0 of 1 arrivals and 16 bytes"):
+        exchange(expected=528)
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+def test_asynchronous_store_read_before_it_arrives(seed):
+    with pytest.raises((InFlightError, RaceError, UninitialisedError)):
+        exchange(seed, expected=0)
+
+
+def test_asynchronous_store_counted_elsewhere():
+    with pytest.raises(EmulationError, match="an mbarrier of another block"):
+        exchange(barrier="%sm")
+
+
+def test_block_that_exits_before_it_has_what_others_store():
+    with pytest.raises(InFlightError, match="exits while an asynchronous store"):
+        exchange(early="\tret;")
 
 
 def test_multicast_copy_reaches_every_block():

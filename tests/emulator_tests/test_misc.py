@@ -129,7 +129,7 @@ def test_accepted_without_effect(code):
 
 
 @pytest.mark.parametrize("code", [
-    "discard.global.L2 [%pa0], 128;", "st.async.shared::cluster.b32 [%sm], %r0, [%sm];",
+    "discard.global.L2 [%pa0], 128;", "st.async.weak.global.b32 [%pa0], %r0, [%sm];",
     "multimem.ld_reduce.global.add.f32 %r0, [%pa0];", "tcgen05.wait::ld.sync.aligned;",
     "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
     "[%sm], [%pa0, {%r0, %r1}], [%sm];",

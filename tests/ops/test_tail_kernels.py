@@ -5,6 +5,7 @@ import pytest
 
 from k3jax.ops.tail import fused
 from k3jax.ops.tail.geometry import TailGeometry, kernel_facts
+from k3jax.ops.tail.kernel_multicast import REPRESENTATIVES as MULTICASTS
 from k3jax.ops.tail.kernel_tail import REPRESENTATIVES, TailKernel
 from k3jax.runtime import sass
 from k3jax.runtime.compile import ARCHS, compile_kernel
@@ -15,6 +16,7 @@ from k3jax.runtime.workspace import (
     HEADER_WORDS,
     PREVIOUS_WORD,
 )
+from tests.emulator import UnknownInstructionError
 from tests.emulator.device import Device
 from tests.emulator.memory import GlobalMemory
 from tests.emulator.program import launch_spec, load
@@ -279,3 +281,19 @@ def test_compiles_for_every_architecture_within_its_limits(label, arch):
     assert kernel.shared_bytes <= 232448
     assert kernel.rows * kernel.groups * kernel.ranks == kernel.hidden_size
     assert "multimem" not in compiled.ptx
+
+
+@pytest.mark.parametrize("label", MULTICASTS)
+def test_multicast_stores_compile_and_are_the_only_ones_to_that_address(label):
+    kernel = MULTICASTS[label]
+    compiled = compile_kernel(kernel, "sm_100a")
+    (report,) = sass.inspect_cubin(compiled.cubin)
+    assert not report.spills
+    stores = [line for line in compiled.ptx.splitlines() if "multimem" in line]
+    # One for each thing that goes to all ranks: partial or finished latents, and the output.
+    assert len([line for line in stores if ".v4." in line]) == len(stores) >= 2
+    for other in ("sm_90a", "sm_103a"):
+        with pytest.raises(NotImplementedError, match="sm_100a"):
+            compile_kernel(kernel, other)
+    with pytest.raises(UnknownInstructionError, match="multimem"):
+        load(compiled.ptx, compiled.entry)

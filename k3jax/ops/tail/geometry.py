@@ -8,11 +8,14 @@ from k3jax.runtime.workspace import HEADER_WORDS, TailLayout
 MAX_TOKENS = 128
 """Tokens that the mailboxes are made for."""
 
-ONE_SHOT_ROWS = 64
-"""Most rows of partial latent (tokens times ranks) that every rank sums for itself."""
-
 K_BLOCKS = 8
 """Blocks of a cluster: the most that every device with clusters takes."""
+
+ONE_SHOT_TOKENS = K_BLOCKS
+"""Most tokens whose rows every rank sums for itself: one for each block of a cluster to finish."""
+
+ONE_SHOT_ROWS = 64
+"""Most rows of partial latent (tokens times ranks) that every rank sums for itself."""
 
 MOST_GROUPS = 14
 """Clusters of a rank: 112 blocks, which fit beside one another on 132 multiprocessors."""
@@ -30,7 +33,7 @@ SHARED_BYTES = 232448
 
 def goes_in_two_shots(num_tokens: int, ranks: int) -> bool:
     """Whether each row is summed by one rank and sent on, rather than by every rank."""
-    return num_tokens * ranks > ONE_SHOT_ROWS
+    return num_tokens > min(ONE_SHOT_TOKENS, ONE_SHOT_ROWS // ranks)
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class TailGeometry:
         steps = self.k_width // STEP
         if self.k_parts > 1:
             return steps
-        room = SHARED_BYTES - 2 * self.buffer_bytes - self.parts[3]
+        room = SHARED_BYTES - self.partial_bytes - 2 * self.buffer_bytes - self.parts[3]
         return next(n for n in range(steps, -1, -1) if self.rows * _odd_lines(n) <= room)
 
     @property
@@ -146,14 +149,19 @@ class TailGeometry:
         return held if self.round_tokens == 1 else max(held, 32)
 
     @property
-    def partials(self) -> int:
-        """Partial sums of one output element."""
-        return self.k_blocks * self.k_parts
+    def partial_stride(self) -> int:
+        """Floats from one token's sums by warps to the next: bank conflicts are what 4 avoids."""
+        return self.k_parts * self.rows + 4
+
+    @property
+    def partial_bytes(self) -> int:
+        """A round's sums by warps: [round_tokens * k_blocks, k_parts, rows] float32, padded."""
+        return self.round_tokens * self.k_blocks * self.partial_stride * 4
 
     @property
     def buffer_bytes(self) -> int:
-        """One buffer of partial sums: [round_tokens, partials, rows] float32."""
-        return self.round_tokens * self.partials * self.rows * 4
+        """One buffer of sums by blocks: [round_tokens, k_blocks, rows] float32."""
+        return self.round_tokens * self.k_blocks * self.rows * 4
 
     @property
     def squares_bytes(self) -> int:
@@ -162,15 +170,20 @@ class TailGeometry:
 
     @property
     def parts(self) -> tuple[int, int, int, int]:
-        """Offsets in shared memory of header and barrier, squares, latents, weights."""
+        """Offsets in shared memory of header and barriers, squares, latents, weights."""
         squares = HEADER_WORDS * 4 + 128
         latents = squares + -(-self.squares_bytes // 128) * 128
         return 0, squares, latents, latents + self.staged_tokens * self.row_bytes
 
     @property
-    def sums(self) -> int:
-        """Offset of the two buffers of sums."""
+    def partials(self) -> int:
+        """Offset of the sums by warps."""
         return self.parts[3] + self.rows * self.weight_bytes
+
+    @property
+    def sums(self) -> int:
+        """Offset of the two buffers of sums by blocks."""
+        return self.partials + self.partial_bytes
 
     @property
     def shared_bytes(self) -> int:

@@ -6,7 +6,7 @@ Schedule. The grid is `groups` clusters of `k_blocks` blocks, at most one block 
 and one launch does everything. Block b of cluster g owns slice b of the latent (L / k_blocks
 columns) and, with its cluster, share g of the rank's rows of the up-projection.
 
-- At entry one warp starts bulk copies of the block's weights into shared memory, before
+- At entry the last warps start bulk copies of the block's weights into shared memory, before
   `griddepcontrol.wait`: nothing on the device writes weights. Bulk copies, because 57 KB of loads
   would fill the queue that every other access of the multiprocessor goes through: the header was
   2 us late behind them. What shared memory cannot hold (a fifth at TP=2) goes into registers, after
@@ -25,18 +25,21 @@ columns) and, with its cluster, share g of the rank's rows of the up-projection.
   time, which nobody should wait for.
 - Project: m16n8k16 with 16 weight rows as A and 8 tokens as B. A lane's 16 bytes are 8 adjacent k
   of a row, where the instruction wants 2 + 2 at distance 8; as weights and latents are permuted
-  alike, the sum over k is the same and nothing is shuffled. The partial sums of a token go to one
-  block of the cluster, which adds them in order, rounds, adds the shared partials (looked at before
-  the product, polled after it), writes its columns of the result and publishes them to the other
-  ranks, a word a lane. Tokens are taken in rounds, on two buffers, so one cluster barrier a round
-  suffices.
+  alike, the sum over k is the same and nothing is shuffled. The warps' sums are added up and go to
+  the block of the cluster that finishes the token, which adds them in order, rounds, adds the
+  shared partials (looked at before the product, polled after it), writes its columns of the result
+  and publishes them to the other ranks. Tokens are taken in rounds, on two buffers.
 - Gather: every lane polls its pieces of the other ranks' columns and writes the result.
+
+Blocks of a cluster hand each other float32 by `st.async`, counted on the receiver's barrier. A
+cluster barrier would do, but one that releases the stores waits until everything that a thread has
+stored, to other ranks too, has arrived: it costs more than the product.
 
 Why it cannot hang. Blocks wait for words that blocks of the same phase or an earlier one store, on
 this rank or another; phases are in one order in every block, and publishing waits for nothing. All
-blocks are resident, so all of them get there. Cluster barriers are passed equally often by all
-blocks of a cluster: their number depends only on T. A rank that does not come ends every poll by
-its budget (`give_up`); what a failure means for later calls is in docs/protocol.md.
+blocks are resident, so all of them get there. How many bytes blocks of a cluster expect of one
+another depends on T alone, and nobody leaves before it has its own. A rank that does not come ends
+every poll by its budget (`give_up`); what a failure means for later calls is in docs/protocol.md.
 
 In a loopback launch the grid's second axis is the rank and `workspace_stride` the distance between
 the ranks' workspaces and there is no peer; everything else is the same code.
@@ -63,6 +66,13 @@ from k3jax.runtime.workspace import (
     RANK_WORD,
     SLOTS,
 )
+
+WEIGHTS, SQUARES, SUMS = 0, 1, 2
+BARRIERS = 4
+"""Shared-memory barriers of a block: of its weights, of the squares, of both buffers of sums."""
+
+FETCHING_WARPS = 4
+"""Warps of a block that start the copies of its weights."""
 
 POLLED_LOADS = 8
 """Loads of 16 bytes that a lane has in flight while it polls partial latents."""
@@ -120,6 +130,7 @@ class TailKernel(TailGeometry, Kernel):
         out = out + rank_here * row * self.result_width
         sources = (latent, weights, ids, shared)
 
+        self.make_barriers(smem)
         words.cluster_arrive()
         self.fetch_weights(up_proj, own, up_proj_stride, smem)
         cute.arch.griddepcontrol_wait()
@@ -158,27 +169,42 @@ class TailKernel(TailGeometry, Kernel):
     # ---- weights ------------------------------------------------------------------------------
 
     @cute.jit
+    def make_barriers(self, smem: Uint32):
+        """Initialises the block's barriers, which other blocks use too."""
+        if cute.arch.thread_idx()[0] == 0:
+            for barrier in cutlass.range_constexpr(BARRIERS):
+                ptx.barrier_init(self.barrier(smem, barrier), 1)
+            words.fence_barrier_init()
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def barrier(self, smem: Uint32, index) -> Uint32:
+        """Address of a barrier."""
+        return smem + Uint32(HEADER_WORDS * 4) + Uint32(index * 8)
+
+    @cute.jit
     def fetch_weights(self, up_proj: Int64, own: Int64, stride: Int32, smem: Uint32):
-        """One warp starts the copies of the block's rows into shared memory."""
-        thread, _, _ = cute.arch.thread_idx()
-        lane = thread % 32
-        if thread // 32 == self.warps - 1:
-            barrier = smem + Uint32(HEADER_WORDS * 4)
+        """The last warps start the copies of the block's rows into shared memory."""
+        lane = cute.arch.thread_idx()[0] - (self.threads - self.fetching_threads)
+        if lane >= 0:
+            barrier = self.barrier(smem, WEIGHTS)
             width = self.kept_steps * STEP * 2
             if lane == 0:
-                ptx.barrier_init(barrier, 1)
-                words.fence_barrier_init()
                 ptx.barrier_expect(barrier, Int32(self.rows * width))
-            cute.arch.sync_warp()
             rank = Int32(0)
             if stride != 0:  # else no copy need wait for the header
                 rank = Int32(words.load_peer_word(own, RANK_WORD * 4))
             policy = ptx.evict_first_policy()
             source = self.slice_of_row(up_proj, rank * stride)
-            for row in cutlass.range(lane, self.rows, 32):
+            for row in cutlass.range(lane, self.rows, self.fetching_threads):
                 target = smem + Uint32(self.parts[3]) + Uint32(row * self.weight_bytes)
                 at = source + Int64(row) * (self.latent_size * 2)
                 ptx.bulk_copy(target, at, Int32(width), barrier, policy)
+
+    @property
+    def fetching_threads(self) -> int:
+        """Threads that start copies: one warp takes 28 ns a copy, several 17."""
+        return 32 * min(FETCHING_WARPS, self.warps)
 
     @cute.jit
     def slice_of_row(self, up_proj: Int64, first_row: Int32) -> Int64:
@@ -190,7 +216,7 @@ class TailKernel(TailGeometry, Kernel):
     @cute.jit
     def wait_for_weights(self, smem: Uint32):
         """Returns once the copies have landed."""
-        ptx.barrier_wait(smem + Uint32(HEADER_WORDS * 4), Uint32(0))
+        ptx.barrier_wait(self.barrier(smem, WEIGHTS), Uint32(0))
 
     @cute.jit
     def load_weights(self, up_proj: Int64, first_row: Int32):
@@ -373,8 +399,7 @@ class TailKernel(TailGeometry, Kernel):
                 if cutlass.const_expr(self.two_shot):
                     self.send(smem, token % self.ranks, self.kept_from(rank), at, got)
                 else:
-                    for to in cutlass.range_constexpr(self.ranks):
-                        self.send(smem, to, self.kept_from(rank), at, got)
+                    self.send_to_all(smem, self.kept_from(rank), at, got)
             else:
                 column = (index - of_latent) % of_shared
                 row = row + (index - of_latent) // of_shared
@@ -383,9 +408,15 @@ class TailKernel(TailGeometry, Kernel):
 
     @cute.jit
     def send(self, smem: Uint32, to, rank: Int32, offset: Int64, got):
-        """16 bytes into the workspace of `to`, unless that is `rank`."""
+        """1 or 4 words into the workspace of `to`, unless that is `rank`."""
         if to != rank:
-            words.store_peer_words(self.peer(smem, to) + offset, got)
+            words.store_peer(self.peer(smem, to) + offset, got)
+
+    @cute.jit
+    def send_to_all(self, smem: Uint32, rank: Int32, offset: Int64, got):
+        """1 or 4 words into the workspaces of all ranks; `rank` can do without."""
+        for to in cutlass.range_constexpr(self.ranks):
+            self.send(smem, to, rank, offset, got)
 
     def kept_from(self, rank: Int32) -> Int32:
         """The rank whose partial latent is read where it is: none if rows are weighed first."""
@@ -457,10 +488,13 @@ class TailKernel(TailGeometry, Kernel):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp, lane = thread // 32, thread % 32
+        squares = self.barrier(smem, SQUARES)
         first, stride = Int32(0), 1
         if cutlass.const_expr(self.two_shot):
             first, stride = rank + self.ranks * (block // self.k_blocks), self.ranks * self.groups
         count = cutlass.max(num_tokens - first + (stride - 1), 0) // stride
+        if thread == 0:
+            ptx.barrier_expect(squares, count * (self.k_blocks * self.row_warps * 4))
         column = (block % self.k_blocks) * self.k_width
 
         part = warp % self.row_warps
@@ -490,9 +524,8 @@ class TailKernel(TailGeometry, Kernel):
                 if (lane < self.k_blocks) & (units[i] < total):
                     place = indices[i] * self.k_blocks + block % self.k_blocks
                     at = smem + Uint32(self.parts[1] + (place * self.row_warps + part) * 4)
-                    words.store_cluster_float(at, lane, square)
-        words.cluster_arrive()
-        words.cluster_wait()
+                    words.store_async(at, lane, [square], squares)
+        ptx.barrier_wait(squares, Uint32(0))
 
         for unit in cutlass.range(warp, total, self.warps):
             index = unit // self.row_warps
@@ -505,8 +538,7 @@ class TailKernel(TailGeometry, Kernel):
                     to = self.layout.normed + (Int64(finished) * self.latent_size + column) * 2
                     to = to + chunk * 16
                     normed = [words.canonical(word) for word in normed]
-                    for peer in cutlass.range_constexpr(self.ranks):
-                        words.store_peer_words(self.peer(smem, peer) + to, normed)
+                    self.send_to_all(smem, Int32(-1), to, normed)
                 else:
                     words.store_shared_words(at, normed)
         cute.arch.sync_threads()
@@ -567,28 +599,32 @@ class TailKernel(TailGeometry, Kernel):
         round_tokens = self.round_tokens * self.k_blocks
         for first in cutlass.range(0, num_tokens, round_tokens):
             count = cutlass.min(num_tokens - first, round_tokens)
-            sums = smem + Uint32(self.sums)
-            sums = sums + Uint32(first // round_tokens % 2 * self.buffer_bytes)
+            number = first // round_tokens
             rows = first
             if cutlass.const_expr(self.two_shot):
                 left = self.stage_normed(own, slot, first, count, epoch, left, smem)
                 rows = Int32(0)
+            cute.arch.sync_threads()
             token, column, here = self.finished(count)
-            loads = self.shared_loads(own, shared, rank, slot, first + token, column)
+            loads = self.shared_loads(own, slot, first + token, column)
             partials = cute.make_rmem_tensor((self.ranks,), Uint32)
+            mine = Uint32(0)
             if here:
                 self.look(loads, partials)
+                at = Int64(first + token) * self.hidden_size + rank * self.layout.columns + column
+                mine = words.load_word(shared + at * 2)
             self.wait_for_weights(smem)
             if cute.arch.thread_idx()[0] < 32 * self.multipliers:
                 for group in cutlass.range(0, count, 8 * self.token_tiles):
-                    self.multiply(held, rows, count, group, sums, smem)
-            words.cluster_arrive()
+                    self.multiply(held, rows, count, group, smem)
+            cute.arch.sync_threads()
+            self.hand_over(count, number, smem)
+            word = Uint32(0)
             if here:
                 left = self.poll(own, epoch, left, rank, loads, partials)
-            words.cluster_wait()
-            if here:
-                sums = sums + Uint32(token // self.k_blocks * (self.partials * self.rows * 4))
-                self.finish(out, partials, rank, slot, first + token, column, sums, smem)
+                routed = self.sum_blocks(token, column, number, smem)
+                word = _add_pairs(routed, self.sum_pairs(partials, mine, rank))
+            self.publish_output(out, word, rank, slot, first + token, column, here, smem)
         return left
 
     @cute.jit
@@ -614,17 +650,15 @@ class TailKernel(TailGeometry, Kernel):
                 if unit < total:
                     at = self.staged(smem, unit // self.chunks) + Uint32(unit % self.chunks * 16)
                     words.store_shared_words(at, [got[4 * i + j] for j in range(4)])
-        cute.arch.sync_threads()
         return left
 
     @cute.jit
-    def multiply(self, held, rows, count, first, sums, smem):
-        """16 weight rows times 8 or 16 tokens, over the warp's part of K, for the tokens' blocks.
+    def multiply(self, held, rows, count, first, smem):
+        """16 weight rows times 8 or 16 tokens, over the warp's part of K.
 
         Tokens past the last repeat it; their sums are dropped.
         """
         thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
         warp, lane = thread // 32, thread % 32
         part, tile = warp % self.k_parts, warp // self.k_parts
         offset = Uint32(part * (self.steps * STEP * 2) + lane % 4 * 16)
@@ -632,7 +666,8 @@ class TailKernel(TailGeometry, Kernel):
         tokens = [cutlass.min(first + 8 * n + lane // 4, count - 1) for n in range(tiles)]
         places = [self.staged(smem, rows + token) + offset for token in tokens]
         zero = Float32(0.0)
-        chains = [[(zero, zero, zero, zero) for _ in range(2)] for _ in range(tiles)]
+        width = 2 // tiles  # two chains of dependent products either way
+        chains = [[(zero, zero, zero, zero) for _ in range(width)] for _ in range(tiles)]
         kept = smem + Uint32(self.parts[3]) + offset
         kept = kept + Uint32((tile * TILE_ROWS + lane // 4) * self.weight_bytes)
         for step in cutlass.range_constexpr(self.steps):
@@ -642,17 +677,50 @@ class TailKernel(TailGeometry, Kernel):
                 for half in cutlass.range_constexpr(2):
                     i, j = 2 * half, 2 * half + 1
                     a = (above[i], below[i], above[j], below[j])
-                    chains[n][half] = ptx.multiply_add(a, (x[i], x[j]), chains[n][half])
-        place = block % self.k_blocks * self.k_parts + part
+                    chain = half % width
+                    chains[n][chain] = ptx.multiply_add(a, (x[i], x[j]), chains[n][chain])
+        place = part * self.rows + tile * TILE_ROWS + lane // 4
         for n in cutlass.range_constexpr(tiles):
-            total = [a + b for a, b in zip(*chains[n], strict=True)]
+            total = chains[n][0]
+            if cutlass.const_expr(width == 2):
+                total = [a + b for a, b in zip(*chains[n], strict=True)]
             for i in cutlass.range_constexpr(2):
                 token = first + 8 * n + lane % 4 * 2 + i
                 if token < count:
-                    row = token // self.k_blocks * self.partials + place
-                    at = sums + Uint32((row * self.rows + tile * 16 + lane // 4) * 4)
-                    words.store_cluster_float(at, token % self.k_blocks, total[i])
-                    words.store_cluster_float(at + Uint32(32), token % self.k_blocks, total[2 + i])
+                    at = smem + Uint32(self.partials + (token * self.partial_stride + place) * 4)
+                    ptx.store_shared_float(at, total[i])
+                    ptx.store_shared_float(at + Uint32(32), total[2 + i])
+
+    @cute.jit
+    def buffer(self, number: Int32, smem: Uint32):
+        """The buffer of sums of a round, its barrier, and the parity of the barrier's phase."""
+        which = number % 2
+        at = smem + Uint32(self.sums) + Uint32(which * self.buffer_bytes)
+        return at, self.barrier(smem, SUMS + which), Uint32(number // 2 % 2)
+
+    @cute.jit
+    def hand_over(self, count: Int32, number: Int32, smem: Uint32):
+        """Adds up the warps' sums of a round and stores them to the blocks that finish its tokens.
+
+        The buffer is free: this block has all sums of the round before, so every block had begun
+        to multiply in that one, and was done with the one before.
+        """
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        sums, barrier, _ = self.buffer(number, smem)
+        block, quads = block % self.k_blocks, self.rows // 4
+        if thread == 0:
+            tokens = (count - block + (self.k_blocks - 1)) // self.k_blocks
+            ptx.barrier_expect(barrier, tokens * self.buffer_bytes // self.round_tokens)
+        for unit in cutlass.range(thread, count * quads, self.threads):
+            token, row = unit // quads, unit % quads * 4
+            at = smem + Uint32(self.partials + (token * self.partial_stride + row) * 4)
+            total = words.load_four_floats(at)
+            for part in cutlass.range_constexpr(1, self.k_parts):
+                more = words.load_four_floats(at + Uint32(part * self.rows * 4))
+                total = [a + b for a, b in zip(total, more, strict=True)]
+            place = (token // self.k_blocks * self.k_blocks + block) * self.rows + row
+            words.store_async(sums + Uint32(place * 4), token % self.k_blocks, total, barrier)
 
     @cute.jit
     def finished(self, count: Int32):
@@ -670,51 +738,49 @@ class TailKernel(TailGeometry, Kernel):
         return token, column, (index < self.round_tokens) & (token < count)
 
     @cute.jit
-    def shared_loads(self, own, shared, rank, slot, token, column):
+    def shared_loads(self, own, slot, token, column):
         """What to look at for the shared partials of two columns of a token."""
         row = Int64(slot * (self.ranks * self.max_tokens) + token)
         at = own + self.layout.shared + (row * self.layout.columns + column) * 2
-        column = column + rank * self.layout.columns
-        mine = shared + (Int64(token) * self.hidden_size + column) * 2
         between = self.max_tokens * self.layout.columns * 2
-        loads = []
-        for sender in cutlass.range_constexpr(self.ranks):
-            address = cutlass.select_(rank == sender, mine, at + sender * between)
-            loads.append((address, 0, sender))
-        return loads
+        return [(at, sender * between, sender) for sender in range(self.ranks)]
 
     @cute.jit
-    def finish(self, out, partials, rank, slot, token, column, sums, smem):
-        """Adds up, rounds and publishes two columns of a token."""
+    def sum_blocks(self, token: Int32, column: Int32, number: Int32, smem: Uint32) -> Uint32:
+        """r(sum over the cluster's blocks, in order) of two columns of a round's token."""
+        sums, barrier, parity = self.buffer(number, smem)
+        ptx.barrier_wait(barrier, parity)
         low, high = Float32(0.0), Float32(0.0)
-        at = sums + Uint32(column % self.rows * 4)
-        for i in cutlass.range_constexpr(self.partials):
-            first_sum, second_sum = ptx.load_shared_floats(at + Uint32(i * self.rows * 4))
-            low, high = low + first_sum, high + second_sum
-        routed = ptx.round_pair(low, high)
-        shared = self.sum_pairs(partials)
-        word = ptx.round_pair(
-            ptx.low_float(routed) + ptx.low_float(shared),
-            ptx.high_float(routed) + ptx.high_float(shared),
-        )
-        word = words.canonical(word)
-        if cutlass.const_expr(not self.scattered):
-            column = column + rank * self.layout.columns
-        at = Int64(token) * self.result_width + column
-        ptx.store_global(out + at * 2, word)
-        if cutlass.const_expr(not self.scattered):
-            at = Int64(slot * self.max_tokens) * self.hidden_size + at
-            at = self.layout.output + at * 2
-            for to in cutlass.range_constexpr(self.ranks):
-                if rank != to:
-                    words.store_peer_word(self.peer(smem, to) + at, word)
+        place = token // self.k_blocks * (self.k_blocks * self.rows) + column % self.rows
+        at = sums + Uint32(place * 4)
+        for i in cutlass.range_constexpr(self.k_blocks):
+            first, second = ptx.load_shared_floats(at + Uint32(i * self.rows * 4))
+            low, high = low + first, high + second
+        return ptx.round_pair(low, high)
 
     @cute.jit
-    def sum_pairs(self, pairs: cute.Tensor) -> Uint32:
-        """r(sum over ranks, in order) of a pair of columns."""
+    def publish_output(self, out, word, rank, slot, token, column, here, smem):
+        """Writes two columns of a token, and sends them on: 16 bytes at once by four lanes."""
+        lane = cute.arch.thread_idx()[0] % 32
+        place = Int64(token) * self.result_width + column
+        if cutlass.const_expr(not self.scattered):
+            place = place + rank * self.layout.columns
+        if here:
+            ptx.store_global(out + place * 2, word)
+        if cutlass.const_expr(not self.scattered):
+            place = Int64(slot * self.max_tokens) * self.hidden_size + place
+            at = self.layout.output + (place - lane % 4 * 2) * 2
+            quad = [cute.arch.shuffle_sync(word, lane // 4 * 4 + i) for i in range(4)]
+            if here & (lane % 4 == 0):
+                self.send_to_all(smem, rank, at, quad)
+
+    @cute.jit
+    def sum_pairs(self, pairs: cute.Tensor, mine: Uint32, rank: Int32) -> Uint32:
+        """r(sum over ranks, in order) of two columns, `mine` being this rank's."""
         low, high = Float32(0.0), Float32(0.0)
         for i in cutlass.range_constexpr(self.ranks):
-            low, high = low + ptx.low_float(pairs[i]), high + ptx.high_float(pairs[i])
+            pair = cutlass.select_(rank == i, mine, pairs[i])
+            low, high = low + ptx.low_float(pair), high + ptx.high_float(pair)
         return ptx.round_pair(low, high)
 
     # ---- gather -------------------------------------------------------------------------------
@@ -745,6 +811,12 @@ def _scale(pairs, factors, scale: Float32):
         )
         for pair, factor in zip(pairs, factors, strict=True)
     ]
+
+
+def _add_pairs(a: Uint32, b: Uint32) -> Uint32:
+    """r(a + b) of two columns, without -0."""
+    low = ptx.low_float(a) + ptx.low_float(b)
+    return words.canonical(ptx.round_pair(low, ptx.high_float(a) + ptx.high_float(b)))
 
 
 def _k3(ranks: int, num_tokens: int, **options) -> TailKernel:

@@ -33,6 +33,11 @@ def load_if(condition: Int32, address: Int64):
     )
 
 
+def load_word(address: Int64) -> Uint32:
+    """4 bytes of an operand."""
+    return _ptx("ld.global.u32 {$w0}, [{$r0}];", [Uint32], address)
+
+
 def load_peer_words(address: Int64, offset: int = 0):
     """16 bytes that other blocks or devices write: each word is old or new."""
     return _ptx(
@@ -57,6 +62,14 @@ def load_address(address: Int64) -> Int64:
     return _ptx("ld.global.u64 {$w0}, [{$r0}];", [Int64], address)
 
 
+def store_peer(address: Int64, words):
+    """1 or 4 words that somebody polls, here or on another device."""
+    if len(words) == 4:
+        store_peer_words(address, words)
+    else:
+        store_peer_word(address, words[0])
+
+
 def store_peer_words(address: Int64, words):
     """16 bytes that somebody polls, here or on another device."""
     _ptx("st.relaxed.sys.global.v4.u32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", (), address, *words)
@@ -65,6 +78,19 @@ def store_peer_words(address: Int64, words):
 def store_peer_word(address: Int64, word: Uint32):
     """4 bytes that somebody polls, here or on another device."""
     _ptx("st.relaxed.sys.global.u32 [{$r0}], {$r1};", (), address, word)
+
+
+def store_multicast(address: Int64, words):
+    """1 or 4 words into every memory behind a multicast address."""
+    if len(words) == 4:
+        vector = "multimem.st.relaxed.sys.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"
+        _ptx(vector, (), address, *[_as_float(word) for word in words])
+    else:
+        _ptx("multimem.st.relaxed.sys.global.u32 [{$r0}], {$r1};", (), address, *words)
+
+
+def _as_float(word: Uint32) -> Float32:
+    return _ptx("mov.b32 {$w0}, {$r0};", [Float32], word)
 
 
 def store_words(address: Int64, words):
@@ -82,16 +108,30 @@ def load_shared_address(address: Uint32) -> Int64:
     return _ptx("ld.shared.u64 {$w0}, [{$r0}];", [Int64], address)
 
 
-def store_cluster_float(address: Uint32, block: Int32, value: Float32):
-    """One float32 into the shared memory of another block of the cluster."""
+def store_async(address: Uint32, block: Int32, values, barrier: Uint32):
+    """1 or 4 float32 into the shared memory of a block of the cluster, counted on its barrier.
+
+    Nobody waits for stores here: a cluster barrier that releases them would wait until all that a
+    thread has ever stored, over NVLink too, has arrived.
+    """
+    vector = ".v4" if len(values) == 4 else ""
+    names = ", ".join(f"{{$r{3 + i}}}" for i in range(len(values)))
     _ptx(
-        "{ .reg .b32 a; mapa.shared::cluster.u32 a, {$r0}, {$r1}; "
-        "st.shared::cluster.f32 [a], {$r2}; }",
+        "{ .reg .b32 a, b; mapa.shared::cluster.u32 a, {$r0}, {$r2}; "
+        "mapa.shared::cluster.u32 b, {$r1}, {$r2}; "
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes"
+        f"{vector}.f32 [a], {f'{{{names}}}' if vector else names}, [b]; }}",
         (),
         address,
+        barrier,
         block,
-        value,
+        *values,
     )
+
+
+def load_four_floats(address: Uint32):
+    """Four float32 of shared memory."""
+    return _ptx("ld.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Float32] * 4, address)
 
 
 def fence_barrier_init():
@@ -100,8 +140,8 @@ def fence_barrier_init():
 
 
 def cluster_arrive():
-    """Releases what this thread stored in the cluster's shared memory."""
-    _ptx("barrier.cluster.arrive.release;")
+    """Says that this thread's block has begun; releases nothing but initialised barriers."""
+    _ptx("barrier.cluster.arrive.relaxed;")
 
 
 def cluster_wait():

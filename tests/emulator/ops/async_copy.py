@@ -5,10 +5,10 @@ import numpy as np
 from ..access import Access
 from ..barriers import Mbarriers
 from ..binding import Binder, Op, instruction
-from ..copies import AsyncCopies, BulkCopies
+from ..copies import AsyncCopies, AsyncStores, BulkCopies
 from ..instruction import Address
 from .mbarrier import BarrierOperand, lanes
-from .memory import take_hints, take_space
+from .memory import take_count, take_hints, take_space
 
 
 @instruction("cp")
@@ -223,3 +223,28 @@ def _bulk_store(b: Binder) -> Op:
             )
 
     return b.effect(fn, [], srcs)
+
+
+def store_async(b: Binder) -> Op:
+    """`st.async`: a store into a block of the cluster that an mbarrier there counts."""
+    if take_space(b) != "shared":
+        raise b.unknown("st.async outside shared memory is not implemented")
+    b.one_of("mbarrier::complete_tx::bytes")
+    count = take_count(b)
+    kind = b.type("b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64")
+    where, x, barrier = b.operands
+    target, bar = BarrierOperand(b, where), BarrierOperand(b, barrier)
+    srcs = [b.src(item, kind.bits, kind.kind) for item in b.vector(x, count)]
+
+    def fn(G, mask, base, bar_base, *values):
+        grid, access = G.grid, Access(b.ins, G, mask)
+        lane = np.broadcast_to(np.arange(32), (G.count, 32))
+        offsets = target.offsets(G, base), bar.offsets(G, bar_base)
+        numbers, lane, to, at, *values = lanes(G, mask, lane, *offsets, *values)
+        data = np.stack([v.astype(kind.raw) for v in values], axis=1).view(np.uint8)
+        index = grid.part(Mbarriers).find(at, numbers, b.ins)
+        if (grid.shared.block(index * 8) != grid.shared.block(to.astype(np.int64))).any():
+            raise access.error("st.async counts on an mbarrier of another block than it stores to")
+        grid.part(AsyncStores).issue(access, numbers, lane, to, data, index)
+
+    return b.effect(fn, [], [target.slot, bar.slot, *srcs])

@@ -111,7 +111,9 @@ def st(b: Binder) -> Op:
     """Store, scalar or vector."""
     strong = take_order(b)
     if b.flag("async"):
-        raise b.unknown("st.async is not implemented")
+        from .async_copy import store_async  # which imports this module
+
+        return store_async(b)
     space = take_space(b)
     if space in ("param", "const"):
         raise b.unknown(f"st.{space} is not implemented")
