@@ -1,8 +1,9 @@
 // The XLA FFI custom call `k3jax_launch`: a thin shell around LoadedProgram.
 //
-// Instantiate parses and needs no device, so programs compile on machines without a GPU. Initialize,
-// which XLA calls before every run, loads the kernels the first time and asks the workspaces whether
-// they are fit to use. Execute only issues launches, so the call may be captured into a CUDA graph.
+// Instantiate parses and needs no device, so programs compile on machines without a GPU.
+// Initialize, which XLA calls before every run, loads the kernels the first time and asks the
+// workspaces whether they are fit to use. Execute only issues launches, so the call may be captured
+// into a CUDA graph.
 
 #include <cstdint>
 #include <exception>
@@ -105,9 +106,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(k3jax_launch_instantiate, k3jax::Instantiate,
                                   .Attr<std::string_view>("cubins")
                                   .Attr<ffi::Span<const int64_t>>("words"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    k3jax_launch_initialize, k3jax::Initialize,
-    ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().Ctx<ffi::RunId>().Ctx<ffi::State<k3jax::ProgramState>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(k3jax_launch_initialize, k3jax::Initialize,
+                              ffi::Ffi::BindInitialize()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::RunId>()
+                                  .Ctx<ffi::State<k3jax::ProgramState>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(k3jax_launch_execute, k3jax::Execute,
                               ffi::Ffi::Bind()

@@ -137,7 +137,8 @@ void DeviceGroup::Connect(const std::vector<cuda::IpcHandle>& handles) {
   for (Rank& rank : ranks_) {
     rank.peers = here;
     for (size_t peer = 0; peer < devices_.size(); ++peer) {
-      if (devices_[peer] == kElsewhere) rank.peers[peer] = OpenPeer(rank.device, peer, handles[peer]);
+      if (devices_[peer] != kElsewhere) continue;
+      rank.peers[peer] = OpenPeer(rank.device, peer, handles[peer]);
     }
     ArmRank(rank);
     RegisterWorkspace(rank.device, slot_, rank.address,
@@ -166,9 +167,9 @@ void DeviceGroup::ArmRank(const Rank& rank) {
     Split(rank.peers[peer], header + kPeersWord + 2 * peer);
   }
   *rank.note = kNobody;
-  cuda::Check(driver.cuMemsetD32(rank.address + sizeof(header), kArmed,
-                                 layout_.end() - kHeaderWords),
-              Concat("arming the workspace of device ", rank.device));
+  cuda::Check(
+      driver.cuMemsetD32(rank.address + sizeof(header), kArmed, layout_.end() - kHeaderWords),
+      Concat("arming the workspace of device ", rank.device));
   cuda::Check(driver.cuMemcpyHtoD(rank.address, header, sizeof(header)),
               Concat("writing the workspace of device ", rank.device));
   cuda::Check(driver.cuCtxSynchronize(), Concat("waiting for device ", rank.device));
@@ -190,9 +191,10 @@ void DeviceGroup::Admit(Rank& rank, int64_t run) {
   if (rank.runs > 0 && number(rank.runs - 1) == run) return;  // another call of the same run
   if (rank.runs < num_runs_) {
     if (number(rank.runs) != run) {
-      Refuse(Concat("device ", rank.device, " comes to run ", run, ", where another device of the group "
-                    "has run ", number(rank.runs), ": one workspace serves one program at a time, "
-                    "on all of its devices; run them one after the other"));
+      Refuse(Concat("device ", rank.device, " comes to run ", run, " where another one had run ",
+                    number(rank.runs),
+                    ": one workspace serves one program at a time, on all of its devices; run them "
+                    "one after the other"));
     }
   } else {
     if (!refusal_.empty()) Refuse(refusal_);
@@ -213,9 +215,10 @@ void DeviceGroup::Admit(Rank& rank, int64_t run) {
 
 void DeviceGroup::Refuse(const std::string& reason) {
   refusal_ = reason;
-  throw Failure(FailureKind::kFailedPrecondition,
-                Concat("the fused tail runs no further: ", reason,
-                       ". Reset its workspaces on all ranks (k3jax.ops.tail.api.reset_workspaces)"));
+  throw Failure(
+      FailureKind::kFailedPrecondition,
+      Concat("the fused tail runs no further: ", reason,
+             ". Reset its workspaces on all ranks (k3jax.ops.tail.api.reset_workspaces)"));
 }
 
 void DeviceGroup::Check() {
@@ -259,12 +262,11 @@ void DeviceGroup::Arm() {
 extern "C" {
 
 const char* k3jax_tail_allocate(const int32_t* devices, int64_t slot, int64_t ranks,
-                                int64_t max_tokens, int64_t latent, int64_t hidden,
-                                char* handles) {
+                                int64_t max_tokens, int64_t latent, int64_t hidden, char* handles) {
   using namespace k3jax;
   return Guard([&] {
-    tail::DeviceGroup& group = tail::DeviceGroup::Create(
-        {devices, devices + ranks}, {ranks, max_tokens, latent, hidden}, slot);
+    tail::DeviceGroup& group = tail::DeviceGroup::Create({devices, devices + ranks},
+                                                         {ranks, max_tokens, latent, hidden}, slot);
     if (handles == nullptr) return;  // all ranks live here
     std::vector<cuda::IpcHandle> own = group.Handles();
     std::memcpy(handles, own.data(), own.size() * sizeof(cuda::IpcHandle));

@@ -43,9 +43,9 @@ class DeviceGroup {
   // registers it. No program may run before this is done on all ranks.
   void Connect(const std::vector<cuda::IpcHandle>& handles);
 
-  // The Admission of each device. Throws a Failure if a call has failed, or if the devices take their
-  // runs in different orders; refuses a run on all devices of this process or on none. Meets other
-  // processes if the program is a newcomer.
+  // The Admission of each device. Throws a Failure if a call has failed, or if the devices take
+  // their runs in different orders; refuses a run on all devices of this process or on none. Meets
+  // other processes if the program is a newcomer.
   void Admit(int device, int64_t run, const ProgramId* newcomer);
 
   // Throws a Failure that names who waited for whom if a call has failed. Waits for the devices.

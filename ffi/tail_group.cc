@@ -308,15 +308,14 @@ void Call::LookAround(int64_t from) {
   if (Load(group_.control_->failed) >= execution_) group_.ThrowFailure();
   if (group_.segment_->Abandoned(from)) {
     group_.Fail(execution_, ErrorKind::kUnavailable,
-                Concat("rank ", rank_, " waits for rank ", from, " in the fused tail, but the "
-                       "process of rank ", from, " has ended; start all processes of the group "
-                       "again"));
+                Concat("rank ", rank_, " waits in the fused tail, but the process of rank ", from,
+                       " has ended; start all processes of the group again"));
   }
   if (std::chrono::steady_clock::now() > deadline_) {
-    group_.Fail(execution_, ErrorKind::kDeadlineExceeded,
-                Concat("rank ", rank_, " waits for rank ", from,
-                       " in the fused tail and gave up after ", budget_.count(), " ms; rank ",
-                       from, " did not make this call"));
+    group_.Fail(
+        execution_, ErrorKind::kDeadlineExceeded,
+        Concat("rank ", rank_, " waits for rank ", from, " in the fused tail and gave up after ",
+               budget_.count(), " ms; rank ", from, " did not make this call"));
   }
 }
 

@@ -18,7 +18,12 @@
 
 namespace k3jax::tail {
 
-enum class ErrorKind : int { kInvalidArgument, kFailedPrecondition, kDeadlineExceeded, kUnavailable };
+enum class ErrorKind : int {
+  kInvalidArgument,
+  kFailedPrecondition,
+  kDeadlineExceeded,
+  kUnavailable
+};
 
 // Ends the failing execution on every rank of the group.
 class TailError : public std::runtime_error {

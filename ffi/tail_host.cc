@@ -6,8 +6,8 @@
 // [T, K]; shared partial bfloat16 [T, H]; gain bfloat16 [L]; up-projection bfloat16, all rows
 // [H, L] or the rank's own [H / R, L]. Result: bfloat16 [T, H], or [T, H / R] if scattered.
 //
-// Attribute `members`: the devices of all groups, rank after rank and group after group; or nothing,
-// where the group number alone tells groups apart.
+// Attribute `members`: the devices of all groups, rank after rank and group after group; or
+// nothing, where the group number alone tells groups apart.
 
 #include <chrono>
 #include <cmath>
@@ -45,7 +45,7 @@ uint32_t* Words(Half* halves) { return reinterpret_cast<uint32_t*>(halves); }
 
 struct Inputs {
   int64_t tokens;
-  const Half* latent;   // [T, L], or [T, K, L] with `weights` and `ids`
+  const Half* latent;  // [T, L], or [T, K, L] with `weights` and `ids`
   const float* weights = nullptr;
   const int32_t* ids = nullptr;
   int64_t slots = 0;  // K
@@ -58,7 +58,10 @@ struct Inputs {
 class Tail {
  public:
   Tail(Call& call, const Inputs& inputs, bool two_shot, bool scattered)
-      : call_(call), layout_(call.layout()), in_(inputs), two_shot_(two_shot),
+      : call_(call),
+        layout_(call.layout()),
+        in_(inputs),
+        two_shot_(two_shot),
         scattered_(scattered) {}
 
   void Run(Half* out) {
@@ -144,8 +147,8 @@ class Tail {
       return;
     }
     for (int64_t to = 0; to < layout_.ranks; ++to) {
-      call_.Publish(to, layout_.output_at(call_.slot(), token, call_.rank()),
-                    Words(columns.data()), layout_.column_row());
+      call_.Publish(to, layout_.output_at(call_.slot(), token, call_.rank()), Words(columns.data()),
+                    layout_.column_row());
     }
   }
 
@@ -153,8 +156,7 @@ class Tail {
     for (int64_t token = 0; token < in_.tokens; ++token) {
       for (int64_t from = 0; from < layout_.ranks; ++from) {
         call_.Receive(from, layout_.output_at(call_.slot(), token, from),
-                      Words(out + token * layout_.hidden + from * Columns()),
-                      layout_.column_row());
+                      Words(out + token * layout_.hidden + from * Columns()), layout_.column_row());
       }
     }
   }
@@ -264,8 +266,7 @@ Inputs ReadInputs(ffi::RemainingArgs& operands, const Shapes& shapes, float eps,
   Want(layout->hidden % (2 * shapes.ranks) == 0 && layout->latent % 2 == 0,
        "latent and the columns of a rank must be even");
   Want(shared.dimensions().front() == in.tokens && gain.dimensions().front() == layout->latent &&
-           up.dimensions().back() == layout->latent &&
-           (rows == layout->hidden || rows == columns),
+           up.dimensions().back() == layout->latent && (rows == layout->hidden || rows == columns),
        "shapes do not fit: latent [T, L], shared [T, H], gain [L], up [H, L] or [H / ranks, L]");
   Want(0 < in.tokens && in.tokens <= shapes.max_tokens, "tokens must be 1 .. max_tokens");
   if (rows == layout->hidden) in.up += *rank * columns * layout->latent;
@@ -335,9 +336,10 @@ extern "C" void k3jax_tail_layout(int64_t ranks, int64_t max_tokens, int64_t lat
 // For ctypes (k3jax/runtime/mailboxes.py); what Guard in failure.h says. The mailboxes of a group
 // whose ranks live in several processes: `here` are those of this one, and the process that creates
 // the shared memory does so before the others come. A second call replaces what the first made.
-extern "C" const char* k3jax_tail_host_join(const char* name, int64_t create, const int64_t* members,
-                                            const int64_t* here, int64_t num_here, int64_t ranks,
-                                            int64_t max_tokens, int64_t latent, int64_t hidden) {
+extern "C" const char* k3jax_tail_host_join(const char* name, int64_t create,
+                                            const int64_t* members, const int64_t* here,
+                                            int64_t num_here, int64_t ranks, int64_t max_tokens,
+                                            int64_t latent, int64_t hidden) {
   using namespace k3jax::tail;
   return k3jax::Guard([&] {
     Layout layout{ranks, max_tokens, latent, hidden};

@@ -38,9 +38,9 @@ void Meeting::Attend(int64_t rank, const ProgramId& program, std::chrono::millis
   __atomic_store_n(&own.count, count, __ATOMIC_RELEASE);
   auto fail = [&](const std::string& reason) {
     __atomic_store_n(&own.count, count - 1, __ATOMIC_RELEASE);
-    throw Failure(FailureKind::kFailedPrecondition,
-                  Concat("rank ", rank, " of the fused tail may not run '", program.name, "': ",
-                         reason));
+    throw Failure(
+        FailureKind::kFailedPrecondition,
+        Concat("rank ", rank, " of the fused tail may not run '", program.name, "': ", reason));
   };
   for (size_t other = 0; other < elsewhere_.size(); ++other) {
     if (!elsewhere_[other]) continue;

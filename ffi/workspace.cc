@@ -40,8 +40,8 @@ const Workspace& Find(int device, int64_t slot) {
 void RegisterWorkspace(int device, int64_t slot, uint64_t address, Admission admission) {
   Registry& registry = GetRegistry();
   std::lock_guard<std::mutex> lock(registry.mutex);
-  auto [entry, inserted] = registry.workspaces.try_emplace(
-      {device, slot}, Workspace{address, std::move(admission)});
+  auto [entry, inserted] =
+      registry.workspaces.try_emplace({device, slot}, Workspace{address, std::move(admission)});
   if (inserted || entry->second.address == address) return;
   throw Failure(FailureKind::kFailedPrecondition,
                 Concat("workspace ", slot, " of device ", device,

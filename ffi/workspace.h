@@ -1,8 +1,8 @@
 // Where launches find per-device memory that outlives a program: the collectives' mailboxes.
 //
-// Whoever allocates a workspace registers it here; a launch argument of kind `workspace` is resolved
-// when the launch is issued. A captured CUDA graph bakes the address in, so a workspace once
-// registered never moves and is never freed.
+// Whoever allocates a workspace registers it here; a launch argument of kind `workspace` is
+// resolved when the launch is issued. A captured CUDA graph bakes the address in, so a workspace
+// once registered never moves and is never freed.
 
 #ifndef K3JAX_FFI_WORKSPACE_H_
 #define K3JAX_FFI_WORKSPACE_H_

@@ -147,9 +147,9 @@ TEST(AFailureStopsAllRunsThatStartAfterItUntilAReset) {
 TEST(DevicesThatTakeRunsInDifferentOrdersAreStopped) {
   DeviceGroup& group = CreateHere({0, 1}, 7);
   AdmitRun(0, 7, 20, nullptr);
-  CHECK_THROWS(AdmitRun(1, 7, 21, nullptr), "device 1 comes to run 21", "has run 20",
+  CHECK_THROWS(AdmitRun(1, 7, 21, nullptr), "device 1 comes to run 21", "had run 20",
                "one program at a time");
-  CHECK_THROWS(AdmitRun(0, 7, 21, nullptr), "has run 20");
+  CHECK_THROWS(AdmitRun(0, 7, 21, nullptr), "had run 20");
   group.Arm();
   for (int64_t run = 30; run < 5000; ++run) {
     for (int device : {0, 1}) AdmitRun(device, 7, run, nullptr);

@@ -43,7 +43,9 @@ std::string Exchange(Call& call, int64_t number, const Plan& plan, bool pause = 
   const Layout& layout = call.layout();
   std::vector<uint32_t> words(layout.latent_row());
   for (int64_t token = 0; token < plan.tokens; ++token) {
-    for (int64_t i = 0; i < layout.latent_row(); ++i) words[i] = Word(number, call.rank(), token, i);
+    for (int64_t i = 0; i < layout.latent_row(); ++i) {
+      words[i] = Word(number, call.rank(), token, i);
+    }
     for (int64_t to = 0; to < layout.ranks; ++to) {
       if (plan.two_shot && to != token % layout.ranks) continue;
       call.Publish(to, layout.latent_at(call.slot(), call.rank(), token), words.data(),

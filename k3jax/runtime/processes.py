@@ -7,7 +7,7 @@ same program, so they come to the same exchanges in the same order.
 
 import collections
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import jax
@@ -26,7 +26,7 @@ def host_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def gather(name: str, processes: Iterable[int], value: str) -> dict[int, str]:
+def gather(name: str, processes: Collection[int], value: str) -> dict[int, str]:
     """Every process's value, once all have called this as often under this name.
 
     Args:
@@ -65,7 +65,7 @@ def gather(name: str, processes: Iterable[int], value: str) -> dict[int, str]:
     return dict(sorted(values.items()))
 
 
-def agree(name: str, processes: Iterable[int], value: str) -> None:
+def agree(name: str, processes: Collection[int], value: str) -> None:
     """Compares a value over processes, once for each value.
 
     Raises:
@@ -85,7 +85,7 @@ def agree(name: str, processes: Iterable[int], value: str) -> None:
 
 
 def gather_results(
-    name: str, processes: Iterable[int], action: Callable[[], str]
+    name: str, processes: Collection[int], action: Callable[[], str]
 ) -> dict[int, str]:
     """What `action` returned on every process; where it raised on one, this raises on all.
 

@@ -12,12 +12,13 @@
  * nobody waits for ever (invalid end states).
  *
  * -DMORTAL lets one rank stop anywhere in the first run: the others run out of their poll budget
- * (`timeout`: nothing else can move), freeze, are reset together, and a second run must be clean.
+ * (`timeout`: nothing else can move) and freeze. Then every rank recovers, in two steps with a wait
+ * after each, and a second run must be clean.
  *
  * Deliberately broken, each must be caught: -DSLOTS=2, -DNO_REARM, -DREARM_CURRENT (clears as many
  * rows as this call has, not as the previous one had), -DSLOT_BY_LAYER (slot from the layer's
  * number instead of the epoch: wrong when LAYERS % 3 == 1), -DNO_FREEZE (calls after a failure go
- * on publishing).
+ * on publishing), -DNO_FIRST_WAIT and -DNO_SECOND_WAIT (of the recovery).
  */
 
 #ifndef RANKS
@@ -57,15 +58,15 @@ bool failed[RANKS];
 
 byte front_done[RANKS]; /* calls that a block has finished in this run */
 byte rear_done[RANKS];
-bit second_run;
-byte finished; /* blocks that have ended */
+bit second_run[RANKS];
+byte ended[RANKS];    /* blocks of the run that have ended */
 bool dead[RANKS];
 
 #ifdef MORTAL
 bool mortal = true;
 #define MAY_DIE \
   if \
-  :: mortal && !second_run -> mortal = false; goto died \
+  :: mortal && !second_run[me] -> mortal = false; goto died \
   :: true \
   fi
 #define GIVE_UP :: timeout -> failed[me] = true
@@ -81,7 +82,7 @@ bool mortal = true;
 #endif
 
 /* Values differ between runs, so that a word left over from a failed run is seen as stale. */
-#define VALUE(call) (second_run * CALLS + (call) + 1)
+#define VALUE(call) (second_run[me] * CALLS + (call) + 1)
 
 #ifdef SLOT_BY_LAYER
 #define SLOT(call) (((call) % LAYERS) % SLOTS)
@@ -183,9 +184,44 @@ inline gather() {
   skip
 }
 
+#ifdef MORTAL
+byte out;   /* ranks that have left the first run behind */
+byte ready; /* ranks whose words are armed again */
+
+/* A rank's kernels have ended, which means that its stores have arrived. */
+#define IS_OUT (ended[me] == 2 && empty(wire[me * RANKS]) && empty(wire[me * RANKS + RANKS - 1]))
+
+inline recover() {
+  e = 0; n = 0; before = 0; p = 0; t = 0; two = 0;
+  atomic { IS_OUT -> out++ }
+#ifndef NO_FIRST_WAIT
+  out == RANKS;
+#endif
+  d_step {
+    for (t : 0 .. 3 * RANKS * SLOTS * RANKS * TOKENS - 1) {
+      if
+      :: (t / (SLOTS * RANKS * TOKENS)) % RANKS == me -> word[t] = ARMED
+      :: else
+      fi
+    }
+    t = 0;
+    epoch[me] = 0; arrivals[me] = 0; previous[me] = 0;
+    failed[me] = false; dead[me] = false; front_done[me] = 0; rear_done[me] = 0;
+    ended[me] = 0; second_run[me] = 1; ready++
+  }
+}
+
+#ifdef NO_SECOND_WAIT
+#define MAY_BEGIN second_run[me]
+#else
+#define MAY_BEGIN ready == RANKS
+#endif
+#endif
+
 proctype Front(byte me) {
   byte e, n, before, p, t;
   bit two;
+begin:
   do
   :: front_done[me] < CALLS && rear_done[me] >= front_done[me] ->
      READ_HEADER;
@@ -200,12 +236,19 @@ proctype Front(byte me) {
 died:
   dead[me] = true;
 finish:
-  finished++
+  ended[me]++;
+#ifdef MORTAL
+  if
+  :: !second_run[me] -> recover(); MAY_BEGIN; goto begin
+  :: else
+  fi
+#endif
 }
 
 proctype Rear(byte me) {
   byte e, n, before, p, t;
   bit two;
+begin:
   do
   :: rear_done[me] < CALLS && front_done[me] >= rear_done[me] && !dead[me] ->
      READ_HEADER;
@@ -232,7 +275,18 @@ proctype Rear(byte me) {
      rear_done[me]++
   :: rear_done[me] == CALLS || dead[me] -> break
   od;
-  finished++
+#ifdef MORTAL
+  if
+  :: !second_run[me] ->
+     e = 0; n = 0; before = 0; p = 0; t = 0; two = 0;
+     ended[me]++;
+     second_run[me] && MAY_BEGIN;
+     goto begin
+  :: else -> ended[me]++
+  fi
+#else
+  ended[me]++
+#endif
 }
 
 proctype Wire(byte from; byte to) {
@@ -244,14 +298,6 @@ end:
        STORE(kind, to, slot, from, t, value)
      }
   od
-}
-
-inline start_ranks() {
-  finished = 0;
-  for (i : 0 .. RANKS - 1) {
-    run Front(i);
-    run Rear(i)
-  }
 }
 
 init {
@@ -271,21 +317,15 @@ init {
       :: else
       fi
     }
-    start_ranks()
-  }
-  finished == 2 * RANKS;
-#ifdef MORTAL
-  for (i : 0 .. RANKS * RANKS - 1) { empty(wire[i]) }
-  atomic {
-    for (i : 0 .. 3 * RANKS * SLOTS * RANKS * TOKENS - 1) { word[i] = ARMED }
     for (i : 0 .. RANKS - 1) {
-      epoch[i] = 0; arrivals[i] = 0; previous[i] = 0;
-      failed[i] = false; dead[i] = false; front_done[i] = 0; rear_done[i] = 0
+      run Front(i);
+      run Rear(i)
     }
-    second_run = 1;
-    start_ranks()
   }
-  finished == 2 * RANKS;
-  for (i : 0 .. RANKS - 1) { assert(!failed[i]) }
+#ifdef MORTAL
+  ready == RANKS;
+  for (i : 0 .. RANKS - 1) { ended[i] == 2; assert(!failed[i]) }
+#else
+  for (i : 0 .. RANKS - 1) { ended[i] == 2 }
 #endif
 }
