@@ -24,8 +24,8 @@ from tests.support import bits
 
 K3 = MoEConfig.kimi_k3()
 H200 = Target.named("h200")
-WIDTHS = (8, 24)
-"""Few, so that the kernels compile in seconds."""
+WIDTHS = (8, 24, 48)
+"""Few, so that the kernels compile in seconds; the last is computed with a chunk at a time."""
 
 
 class GroupedCase(Case):
@@ -84,7 +84,7 @@ def test_routes_of_every_pattern(weighted):
     assert not got[-1].astype(np.float32).any()
 
 
-@pytest.mark.parametrize("num_tokens", [24, 25, 49])
+@pytest.mark.parametrize("num_tokens", [48, 49, 97])
 def test_experts_with_one_unit_two_and_three(num_tokens):
     case(num_tokens, np.tile(np.arange(4, dtype=np.int32), (num_tokens, 1))).check(weighted=False)
 
@@ -117,7 +117,7 @@ def test_a_token_does_not_depend_on_the_others():
         np.testing.assert_array_equal(bits(alone.run()[0]), bits(together[t]))
 
 
-# The first launch.
+# The first two launches.
 
 
 def units_of(experts, num_experts, widths):
@@ -142,13 +142,13 @@ def units_of(experts, num_experts, widths):
 def test_routes_are_sorted_and_cut(num_tokens, skew):
     """One block, a whole one, several; routes of all experts, and most of them of few."""
     rng = np.random.default_rng()
-    widths = (8, 16, 24, 32, 40, 48, 64, 80, 96)
+    widths = (8, 16, 24, 32, 40, 48)
     config = dataclasses.replace(SMALL, num_experts=40)
     ids = (40 * rng.random((num_tokens, 4)) ** skew).astype(np.int32)
     ids[rng.random(ids.shape) < 0.1] = -1
     z = rng.standard_normal((num_tokens, 512)).astype(ml_dtypes.bfloat16)
     program = grouped.grouped_program(config, num_tokens, 1, H200)
-    program = dataclasses.replace(program, launches=program.launches[:1])
+    program = dataclasses.replace(program, launches=program.launches[:2])
     operands = [z, ids, np.zeros(ids.shape, np.float32)]
     operands += [np.zeros(spec.shape, spec.dtype) for spec in program.operands[3:]]
     _, permuted, order, units, *_ = run_program(program, operands).results
@@ -159,7 +159,7 @@ def test_routes_are_sorted_and_cut(num_tokens, skew):
     np.testing.assert_array_equal(order[: len(want)], want)
     want, ends = units_of(routes, 40, widths)
     np.testing.assert_array_equal(units[: len(widths)], ends)
-    np.testing.assert_array_equal(units[12:].reshape(-1, 4)[: len(want), :3], want)
+    np.testing.assert_array_equal(units[8:].reshape(-1, 4)[: len(want), :3], want)
     # Chunk, lane of four, step, half, pair of elements -> step, half, lane, pair.
     want = z.reshape(num_tokens, 8, 4, 4, 2, 2).transpose(0, 1, 3, 4, 2, 5)
     np.testing.assert_array_equal(bits(permuted), bits(want.reshape(num_tokens, -1)))
@@ -173,15 +173,15 @@ def test_routes_are_sorted_and_cut(num_tokens, skew):
 def test_k3_is_served(num_tokens, tp):
     program = grouped.grouped_program(K3, num_tokens, tp, H200)
     assert program.results[0].shape == (num_tokens, 3584)
-    for launch in program.launches[1:3]:
+    for launch in program.launches[2:4]:
         assert launch.kernel.shared_bytes <= H200.shared_bytes
-        assert launch.kernel.column_stages > 4
+        assert launch.kernel.column_stages > 3
 
 
 @pytest.mark.slow
 def test_k3_keeps_matrix_instructions_in_flight():
     """No spills, and one wait for several instructions: the compiler serialises them otherwise."""
-    for launch in grouped.grouped_program(K3, 2048, 8, H200).launches[1:3]:
+    for launch in grouped.grouped_program(K3, 2048, 8, H200).launches[2:4]:
         (report,) = inspect_cubin(compile_kernel(launch.kernel, "sm_90a").cubin)
         assert not report.spills
         assert report.census["HGMMA"] > report.census["WARPGROUP"]
@@ -206,7 +206,7 @@ def test_refusals_say_why(change, tokens, kind, reason):
 
 
 def test_other_architectures_are_refused_and_not_listed(monkeypatch, capsys):
-    kernel = grouped.grouped_program(SMALL, 1, 1, H200, widths=(8,)).launches[1].kernel
+    kernel = grouped.grouped_program(SMALL, 1, 1, H200, widths=(8,)).launches[2].kernel
     with pytest.raises(NotImplementedError, match=r"GroupedKernel needs instructions of.*sm_90a"):
         compile_kernel(kernel, "sm_100a")
     monkeypatch.setattr(kernels, "all_kernels", lambda: {"experts: grouped": kernel})

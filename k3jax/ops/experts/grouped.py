@@ -1,6 +1,6 @@
 """The routed experts of many tokens as one custom call of Hopper kernels: support, and the program.
 
-Launches: routes are sorted and tokens permuted; gate/up with SiTU; down; the weighted sum.
+Launches: routes are sorted, tokens permuted meanwhile; gate/up with SiTU; down; the weighted sum.
 """
 
 import jax
@@ -18,7 +18,7 @@ CALL_TOKENS = 2048
 MAX_LATENT = 8192
 MAX_OFFSET = 1 << 31
 """Hidden values and tokens are addressed with 31 bits."""
-MAX_COLUMN_STAGES = 12
+MAX_COLUMN_STAGES = 6
 """More stages of tokens than this hide nothing more."""
 
 
@@ -72,13 +72,14 @@ def _program(config, num_tokens, tp, target, weighted, widths) -> Program:
     # Kernel modules import the CuTe DSL, which only whoever builds a program needs.
     from k3jax.ops.experts.kernel_combine import CombineKernel
     from k3jax.ops.experts.kernel_grouped import RECORD_BYTES, header_bytes
-    from k3jax.ops.experts.kernel_grouped_prepare import PrepareGroupedKernel
+    from k3jax.ops.experts.kernel_grouped_prepare import PermuteKernel, SortKernel
 
     E, K, L = config.num_experts, config.experts_per_token, config.latent_size
     inner = config.expert_intermediate_size // tp
     routes = num_tokens * K
     gate_up, down = (_product(config, tp, target, widths, is_down) for is_down in (False, True))
-    prepare = PrepareGroupedKernel(E, L, K, gate_up.widths, clears=not weighted)
+    sort = SortKernel(E, gate_up.widths)
+    permute = PermuteKernel(E, L, K, clears=not weighted)
     max_units = min(routes, E + routes // gate_up.widths[-1])
 
     bfloat16, byte = np.dtype(jax.numpy.bfloat16), np.dtype(np.uint8)
@@ -105,10 +106,12 @@ def _program(config, num_tokens, tp, target, weighted, widths) -> Program:
     permuted, order, units, hidden = map(Result, range(1, 5))
     target_rows = Result(5 if weighted else 0)
     launches = [
+        Launch(sort, sort.grid(routes), (ids, order, units, routes)),
         Launch(
-            prepare,
-            prepare.grid(num_tokens),
-            (z, ids, permuted, order, units, target_rows, num_tokens),
+            permute,
+            permute.grid(num_tokens),
+            (z, ids, permuted, target_rows, num_tokens),
+            overlaps_previous=True,
         ),
         Launch(
             gate_up,

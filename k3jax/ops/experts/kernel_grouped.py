@@ -10,19 +10,21 @@ and so on, widest units first. Items of a unit are neighbours, so that its token
 of an expert with several units, are read from memory once and from L2 after. Sums of a route depend
 on nothing but its token and expert: a column of the matrix instruction knows nothing of the others.
 
-Roles. Three warpgroups of compute warps own 8 row tiles each, as two blocks of 64 rows. One warp
-copies weights into a ring whose stages are 256 of K for all 24 tiles; three more gather the rows of
-the unit's tokens into a ring whose stages are 64 of K. All run ahead as far as their ring reaches,
-over the borders of items. They hand most of their registers to the compute warps.
+Roles. Six warpgroups of compute warps own 4 row tiles each, one a warp: dequantising is most of the
+work, and many warps hide its latencies better than few with more rows. One warp copies weights into
+a ring whose stages are 256 of K for all 24 tiles; three more gather the rows of the unit's tokens
+into a ring whose stages are 128 of K. All run ahead as far as their ring reaches, over the borders
+of items. They hand most of their registers to the compute warps.
 
-A compute warp alternates between its two blocks: while the matrix unit works on one, the warp
-dequantises the other's next 64 of K, after the instructions that read the same registers before are
-waited for. A stage of tokens is released when the next one's instructions have started and its own
-have ended, a stage of weights when its last instruction has started.
+A compute warp dequantises the next 128 of K (64 for the widest units, for want of registers) once
+the matrix instructions that read the same registers have ended; meanwhile others dequantise. A
+stage of tokens is released when the instructions that read it have ended, a stage of weights when
+its last instruction has started.
 
 Epilogue. Gate/up: rows g and g + 8 of a tile are gate and up of one neuron, in one thread; SiTU,
 and the hidden values go to global memory in the permuted order that the second product reads. Down:
-rows go to global memory, to the place of their route.
+rows go to global memory, to the place of their route, which the gathering warps have left in shared
+memory before they announced the item's first stage.
 
 Why it cannot hang. Every role walks the same items in the same order, and a ring's writer waits
 only for stages that its readers release without waiting for a later one. The gathering warps
@@ -30,6 +32,7 @@ announce a stage once `LAG` later ones are on their way: fewer than the ring has
 for each other, only for the end of the launch before.
 """
 
+import math
 from dataclasses import dataclass
 
 import cutlass
@@ -40,28 +43,32 @@ from k3jax.ops.experts import kernel_wgmma as wgmma
 from k3jax.ops.experts.packing import CHUNK, CHUNK_BYTES, GROUP_CHUNKS, ROW_TILE, chunk_groups
 from k3jax.runtime.program import Kernel
 
-WIDTHS = (8, 16, 24, 32, 40, 48, 64, 80, 96)
-"""Columns that a unit is computed with; a unit takes the least that holds its routes."""
-WARPGROUPS = 3
-BLOCKS = 2
-"""Blocks of 64 rows of a warpgroup."""
-PART_TILES = WARPGROUPS * BLOCKS * 4
+WIDTHS = (8, 16, 24, 32, 40, 48)
+"""Columns that a unit is computed with; a unit takes the least that holds its routes.
+
+More columns would take more registers than a thread of so many warps has.
+"""
+WARPGROUPS = 6
+PART_TILES = WARPGROUPS * 4
 """Row tiles of an item."""
-LAG = 3
+STAGE_CHUNKS = 2
+"""Chunks of K in a stage of tokens."""
+WIDEST_OF_TWO = 40
+"""Columns up to which a thread has registers for two chunks of weights."""
+LAG = 2
 """Stages of tokens that are on their way when an earlier one is announced."""
 RECORD_BYTES = 16
 """A unit in the table: expert, first place among the sorted routes, routes, nothing."""
 
-COMPUTE_REGISTERS = 160
-SERVICE_REGISTERS = 32
-"""Of a thread, once the service warps have given theirs away: 3 * 160 + 32 = 4 * 128."""
+COMPUTE_REGISTERS = 80
+SERVICE_REGISTERS = 24
+"""Of a thread, once the service warps have given theirs away: 6 * 80 + 24 = 7 * 72."""
 _ELEMENTS = ROW_TILE * CHUNK // 2
 _COMPUTE_WARPS = 4 * WARPGROUPS
 _GATHER_WARPS = 3
 _FIRST_GATHERER = 32 * (_COMPUTE_WARPS + 1)
 _GATHER_ROWS = 32 * _GATHER_WARPS // wgmma.PIECES
 """Rows that the gathering warps copy a piece of at once."""
-_TILES_A_WARPGROUP = BLOCKS * 4
 
 
 def header_bytes(widths: tuple[int, ...]) -> int:
@@ -121,7 +128,7 @@ class GroupedKernel(Kernel):
 
     @property
     def chunks(self) -> int:
-        """Stages of tokens of an item."""
+        """Times 64 of K of an item."""
         return self.depth // CHUNK
 
     @property
@@ -135,9 +142,19 @@ class GroupedKernel(Kernel):
         return self.chunks * CHUNK_BYTES
 
     @property
+    def stages(self) -> int:
+        """Stages of tokens of an item, the last one perhaps half full."""
+        return -(-self.chunks // STAGE_CHUNKS)
+
+    @property
+    def column_tile_bytes(self) -> int:
+        """A chunk of tokens."""
+        return self.widths[-1] * wgmma.ROW_BYTES
+
+    @property
     def column_slot_bytes(self) -> int:
         """A stage of tokens."""
-        return self.widths[-1] * wgmma.ROW_BYTES
+        return STAGE_CHUNKS * self.column_tile_bytes
 
     @property
     def weight_slot_bytes(self) -> int:
@@ -155,9 +172,19 @@ class GroupedKernel(Kernel):
         return self.weights_offset + self.weight_stages * self.weight_slot_bytes
 
     @property
+    def routes_offset(self) -> int:
+        """Shared memory of the routes of the items in flight, after the barriers."""
+        return self.barriers_offset + 16 * (self.column_stages + self.weight_stages)
+
+    @property
+    def route_slots(self) -> int:
+        """Items in flight: while a warp stores one, the gathering warps may be at the last."""
+        return 2 + self.column_stages // self.stages
+
+    @property
     def shared_bytes(self) -> int:
         """Everything."""
-        return self.barriers_offset + 16 * (self.column_stages + self.weight_stages)
+        return self.routes_offset + self.down * self.route_slots * 4 * self.widths[-1]
 
     @cute.kernel
     def device(self, rows: Int64, weights: Int64, order: Int64, units: Int64, out: Int64):
@@ -173,7 +200,7 @@ class GroupedKernel(Kernel):
         cute.arch.griddepcontrol_wait()
         if warp < _COMPUTE_WARPS:
             cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
-            self.compute(shared, order, units, out, warp)
+            self.compute(shared, units, out, warp)
         else:
             cute.arch.setmaxregister_decrease(SERVICE_REGISTERS)
             num_items = self.end_of_class(units, len(self.widths) - 1)
@@ -224,8 +251,13 @@ class GroupedKernel(Kernel):
         return Int32(expert), Int32(first), Int32(count)
 
     def part_tiles(self, item):
-        """First row tile of an item, and how many it has."""
-        first = item % self.parts * PART_TILES
+        """First row tile of an item, and how many it has.
+
+        Every so often parts take other places in their unit: a block meets the same places again
+        and again, and the last part may be small.
+        """
+        period = math.lcm(self.num_blocks, self.parts)
+        first = (item + item // period) % self.parts * PART_TILES
         return first, cutlass.min(PART_TILES, self.num_tiles - first)
 
     @cute.jit
@@ -272,17 +304,26 @@ class GroupedKernel(Kernel):
         first_row, piece = self.gather_place()
         steps = -(-self.widths[-1] // _GATHER_ROWS)
         offsets = cute.make_rmem_tensor((steps,), Int32)
-        stage = Int32(0)
+        stage, routes = Int32(0), Int32(0)
         for item in cutlass.range(block, num_items, self.num_blocks):
             _, first, count = self.record(units, item)
             for step in cutlass.range_constexpr(steps):
                 row = first_row + step * _GATHER_ROWS
                 offsets[step] = self.row_offset(order, first, row, count)
-            for chunk in cutlass.range(self.chunks):
+                if cutlass.const_expr(self.down):
+                    self.keep_route(self.routes_of(shared, routes), order, first, row, count)
+            routes = self.next_routes(routes)
+            for index in cutlass.range(self.stages):
                 slot, turn = stage % self.column_stages, stage // self.column_stages
                 ptx.barrier_wait(self.columns_empty(shared, slot), Uint32(turn & 1) ^ Uint32(1))
-                source = rows + Int64(chunk * wgmma.ROW_BYTES + piece * 16)
-                self.gather_chunk(shared + Uint32(slot * self.column_slot_bytes), source, offsets)
+                source = rows + Int64(index * (STAGE_CHUNKS * wgmma.ROW_BYTES) + piece * 16)
+                tile = shared + Uint32(slot * self.column_slot_bytes)
+                self.gather_chunk(tile, source, offsets)
+                if index * STAGE_CHUNKS + 1 < self.chunks:
+                    self.gather_chunk(
+                        tile + self.column_tile_bytes, source + wgmma.ROW_BYTES, offsets
+                    )
+                wgmma.commit_copies()
                 if stage >= LAG:
                     wgmma.wait_copies(LAG)
                     self.announce(shared, stage - LAG)
@@ -291,6 +332,28 @@ class GroupedKernel(Kernel):
             wgmma.wait_copies(LAG - 1 - left)
             if stage >= LAG - left:
                 self.announce(shared, stage - (LAG - left))
+
+    @cute.jit
+    def keep_route(self, routes: Uint32, order, first, row, count):
+        """Keeps the route of a unit's column, -1 where there is none, for the compute warps."""
+        _, piece = self.gather_place()
+        if (piece == 0) & (row < self.widths[-1]):
+            route = Int32(-1)
+            if row < count:
+                route = ptx.load_global(order + Int64(first + row) * 4)
+            ptx.store_shared(routes + Uint32(row * 4), route)
+
+    def routes_of(self, shared, slot):
+        """Where the routes of an item's columns are."""
+        return shared + Uint32(self.routes_offset + slot * (4 * self.widths[-1]))
+
+    @cute.jit
+    def next_routes(self, slot: Int32) -> Int32:
+        """The slot of the next item's routes."""
+        slot += 1
+        if slot == self.route_slots:
+            slot = Int32(0)
+        return slot
 
     def gather_place(self):
         """First row and piece of a gathering thread."""
@@ -311,13 +374,12 @@ class GroupedKernel(Kernel):
 
     @cute.jit
     def gather_chunk(self, tile: Uint32, source: Int64, offsets: cute.Tensor):
-        """Starts the copies of a stage, as one group."""
+        """Starts the copies of a chunk."""
         first_row, piece = self.gather_place()
         for step in cutlass.range_constexpr(offsets.shape[0]):
             if offsets[step] >= 0:
                 place = wgmma.swizzled_piece(first_row + step * _GATHER_ROWS, piece)
                 wgmma.copy_piece(tile + Uint32(place), source + Int64(offsets[step]))
-        wgmma.commit_copies()
 
     def announce(self, shared, stage):
         """Says that a thread's part of a stage has landed."""
@@ -325,28 +387,28 @@ class GroupedKernel(Kernel):
         ptx.barrier_arrive(self.columns_full(shared, stage % self.column_stages))
 
     @cute.jit
-    def compute(self, shared, order, units, out, warp):
-        """A compute warp; its tiles of an item are the part's 8 w + i and 8 w + 4 + i.
+    def compute(self, shared, units, out, warp):
+        """A compute warp, which has a tile of each item.
 
-        w is its warpgroup and i its place there. Units come by descending width, and each width has
-        a loop of its own: the compiler keeps matrix instructions of several widths in flight only
-        if no loop holds two of them.
+        Units come by descending width, and each width has a loop of its own: the compiler keeps
+        matrix instructions of several widths in flight only if no loop holds two of them.
         """
         block, _, _ = cute.arch.block_idx()
-        tile = warp // 4 * _TILES_A_WARPGROUP + warp % 4
-        ring = cute.make_rmem_tensor((4,), Int32)
-        for index in cutlass.range_constexpr(4):
+        ring = cute.make_rmem_tensor((5,), Int32)
+        for index in cutlass.range_constexpr(5):
             ring[index] = Int32(0)
         item = block
         for index in cutlass.range_constexpr(len(self.widths)):
             end = self.end_of_class(units, index)
             while item < end:
                 _, tiles = self.part_tiles(item)
-                if tile < tiles:
+                if warp < tiles:
                     width = self.widths[-1 - index]
-                    self.compute_item(shared, ring, tile, width, (order, units, out, item))
+                    self.compute_item(shared, ring, warp, width, (units, out, item))
                 else:
                     self.skip_item(shared, ring)
+                if cutlass.const_expr(self.down):
+                    ring[4] = self.next_routes(ring[4])
                 item += self.num_blocks
 
     def end_of_class(self, units, index):
@@ -356,7 +418,7 @@ class GroupedKernel(Kernel):
     @cute.jit
     def skip_item(self, shared, ring):
         """A warp without tiles releases every stage of the item, each when it has landed."""
-        for _ in cutlass.range(self.chunks, unroll=1):
+        for _ in cutlass.range(self.stages, unroll=1):
             ptx.barrier_wait(self.columns_full(shared, ring[2]), Uint32(ring[3]))
             self.release(self.columns_empty(shared, ring[2]))
             _advance(ring, 2, self.column_stages)
@@ -374,19 +436,19 @@ class GroupedKernel(Kernel):
 
     @cute.jit
     def compute_item(self, shared, ring, tile, width: cutlass.Constexpr, memory):
-        """128 rows of the item by this warp's warpgroup, of which the warp holds 32."""
-        sums = [cute.make_rmem_tensor((width // 2,), Float32) for _ in range(BLOCKS)]
-        for block in cutlass.range_constexpr(BLOCKS):
-            for value in cutlass.range_constexpr(width // 2):
-                sums[block][value] = Float32(0.0)
+        """64 rows of the item by this warp's warpgroup, of which the warp holds 16."""
+        sums = cute.make_rmem_tensor((width // 2,), Float32)
+        for value in cutlass.range_constexpr(width // 2):
+            sums[value] = Float32(0.0)
         whole = self.chunks // GROUP_CHUNKS
         for group in cutlass.range(whole):
             self.multiply_group(shared, ring, tile, group, GROUP_CHUNKS, width, sums)
         for group in cutlass.range_constexpr(whole, len(self.groups)):
             self.multiply_group(shared, ring, tile, group, self.groups[group], width, sums)
         wgmma.wait_groups(0)
-        self.release_previous(shared, ring, self.chunks)
-        self.store_item(sums, tile, width, memory)
+        self.release_previous(shared, ring, self.stages)
+        routes = self.routes_of(shared, ring[4])
+        self.store_item(sums, tile, width, routes, memory)
 
     @cute.jit
     def release_previous(self, shared, ring, earlier):
@@ -408,54 +470,56 @@ class GroupedKernel(Kernel):
         width: cutlass.Constexpr,
         sums,
     ):
-        """A stage of weights, each of its chunks times a stage of tokens."""
+        """A stage of weights, with its stages of tokens."""
         ptx.barrier_wait(self.weights_full(shared, ring[0]), Uint32(ring[1]))
         lane = cute.arch.lane_idx()
         start = self.weights_offset + ring[0] * self.weight_slot_bytes + tile * (size * CHUNK_BYTES)
-        starts = [
-            shared + Uint32(start + block * 4 * size * CHUNK_BYTES) for block in range(BLOCKS)
-        ]
-        scales = [
-            ptx.load_scales(start + Uint32(size * _ELEMENTS) + Uint32(lane // 2 * (2 * size)), size)
-            for start in starts
-        ]
-        large = [_some_large(words) for words in scales]
-        for index in cutlass.range_constexpr(size):
-            ptx.barrier_wait(self.columns_full(shared, ring[2]), Uint32(ring[3]))
-            descriptor = wgmma.tile_descriptor(shared + Uint32(ring[2] * self.column_slot_bytes))
-            for block in cutlass.range_constexpr(BLOCKS):
-                words = ptx.load_shared_4(starts[block] + Uint32(index * _ELEMENTS + lane * 16))
-                wgmma.wait_groups(1)
-                if cutlass.const_expr(block == 1):
-                    self.release_previous(shared, ring, group + index)
-                a = cute.make_rmem_tensor((16,), Uint32)
-                _dequantize(words, scales[block], index, large[block], a)
-                done = wgmma.multiply(
-                    [sums[block][i] for i in range(width // 2)],
-                    [a[i] for i in range(16)],
-                    descriptor,
-                )
-                for i in cutlass.range_constexpr(width // 2):
-                    sums[block][i] = done[i]
-            _advance(ring, 2, self.column_stages)
+        start = shared + Uint32(start)
+        scales = ptx.load_scales(
+            start + Uint32(size * _ELEMENTS) + Uint32(lane // 2 * (2 * size)), size
+        )
+        large = _some_large(scales)
+        step = STAGE_CHUNKS if width <= WIDEST_OF_TWO else 1
+        for first in cutlass.range_constexpr(0, size, step):
+            chunks, place = min(step, size - first), first % STAGE_CHUNKS
+            wgmma.wait_groups(0)
+            if cutlass.const_expr(place == 0):
+                self.release_previous(shared, ring, group + first)
+            words = [
+                word
+                for chunk in range(first, first + chunks)
+                for word in ptx.load_shared_4(start + Uint32(chunk * _ELEMENTS + lane * 16))
+            ]
+            a = cute.make_rmem_tensor((16 * chunks,), Uint32)
+            _dequantize(words, scales, first, large, a)
+            if cutlass.const_expr(place == 0):
+                ptx.barrier_wait(self.columns_full(shared, ring[2]), Uint32(ring[3]))
+            tile = ring[2] * self.column_slot_bytes + place * self.column_tile_bytes
+            done = wgmma.multiply(
+                [sums[i] for i in range(width // 2)],
+                [a[i] for i in range(16 * chunks)],
+                wgmma.tile_descriptor(shared + Uint32(tile)),
+                self.column_tile_bytes,
+            )
+            for i in cutlass.range_constexpr(width // 2):
+                sums[i] = done[i]
+            if cutlass.const_expr(place + chunks == STAGE_CHUNKS or first + chunks == size):
+                _advance(ring, 2, self.column_stages)
         self.release(self.weights_empty(shared, ring[0]))
         _advance(ring, 0, self.weight_stages)
 
     @cute.jit
-    def store_item(self, sums, tile, width: cutlass.Constexpr, memory):
-        """The warp's tiles of an item, eight columns at a time."""
-        order, units, out, item = memory
+    def store_item(self, sums, tile, width: cutlass.Constexpr, routes, memory):
+        """The warp's tile of an item, eight columns at a time."""
+        units, out, item = memory
         _, first, count = self.record(units, item)
         part, _ = self.part_tiles(item)
         for index in cutlass.range_constexpr(width // 8):
-            if 8 * index < count:
-                for block in cutlass.range_constexpr(BLOCKS):
-                    eight = [sums[block][4 * index + value] for value in range(4)]
-                    place = (part + tile + block * 4, 8 * index, first, count)
-                    if cutlass.const_expr(self.down):
-                        self.store_rows(eight, order, out, *place)
-                    else:
-                        self.store_hidden(eight, out, *place)
+            eight = [sums[4 * index + value] for value in range(4)]
+            if cutlass.const_expr(self.down):
+                self.store_rows(eight, routes + Uint32(32 * index), out, part + tile)
+            elif 8 * index < count:
+                self.store_hidden(eight, out, part + tile, 8 * index, first, count)
 
     @cute.jit
     def store_hidden(self, sums, out, tile, column, first, count):
@@ -477,15 +541,15 @@ class GroupedKernel(Kernel):
             ptx.store_global(row + Int64(place), word)
 
     @cute.jit
-    def store_rows(self, sums, order, out, tile, column, first, count):
-        """Rounds a tile's 16 rows and stores them to the rows of the routes."""
+    def store_rows(self, sums, routes, out, tile):
+        """Rounds eight columns of the tile and stores them to the rows of the routes."""
         lane = wgmma.lane_here()
+        pair = ptx.load_shared_2(routes + Uint32(lane % 4 * 8))
+        place = Int64(tile * (2 * ROW_TILE) + lane // 4 * 4)
         for side in cutlass.range_constexpr(2):
-            mine = column + lane % 4 * 2 + side
-            if mine < count:
-                route = ptx.load_global(order + Int64(first + mine) * 4)
+            route = Int32(pair[side])
+            if route >= 0:
                 row = out + Int64(route) * (2 * self.num_tiles * ROW_TILE)
-                place = Int64(tile * (2 * ROW_TILE) + lane // 4 * 4)
                 ptx.store_global(row + place, ptx.round_pair(sums[side], sums[side + 2]))
 
 
@@ -507,34 +571,35 @@ def _some_large(scales):
 
 
 @cute.jit
-def _dequantize(words, scales, chunk: cutlass.Constexpr, large, a: cute.Tensor):
-    """A lane's 64 of K of its two rows, as operand A of four matrix instructions.
+def _dequantize(words, scales, first: cutlass.Constexpr, large, a: cute.Tensor):
+    """A lane's K of its two rows, chunks `first` on, as operand A of four instructions a chunk.
 
-    2^126 times a scale whose byte is 128 or more is past bfloat16 and takes a second multiply.
+    2^126 times a scale whose byte is 128 or more is past bfloat16: codes are brought to their
+    values then, and take a second multiply.
     """
+    pairs = [ptx.scale_byte(scales, 2 * first + pair) for pair in range(a.shape[0] // 8)]
+    factors = [ptx.power_pair(pair) for pair in pairs]
     if large:
-        factors = [ptx.scale_value(ptx.scale_byte(scales, 2 * chunk + pair)) for pair in range(2)]
-        values = _values(words, [Uint32(ptx.ONES)] * 2)
-        for index in cutlass.range_constexpr(16):
-            a[index] = ptx.scale_pair(values[index], factors[index % 2])
-    else:
-        factors = [ptx.power_pair(ptx.scale_byte(scales, 2 * chunk + pair)) for pair in range(2)]
-        values = _values(words, factors)
-        for index in cutlass.range_constexpr(16):
-            a[index] = values[index]
+        factors = [Uint32(ptx.ONES) for _ in pairs]
+    for index, value in enumerate(_values(words, factors)):
+        a[index] = value
+    if large:
+        for index in cutlass.range_constexpr(a.shape[0]):
+            a[index] = ptx.scale_pair(a[index], ptx.scale_value(pairs[index // 16 * 2 + index % 2]))
 
 
 def _values(words, factors):
-    """Registers of operand A: row g, row g + 8, alternately."""
+    """Registers of operand A: row g, row g + 8, alternately, chunk after chunk."""
     rows = [
-        [
-            value
-            for word in words[2 * pair : 2 * pair + 2]
-            for value in ptx.dequantize(word, factors[pair])
-        ]
-        for pair in range(2)
+        [value for word in words[2 * pair : 2 * pair + 2] for value in ptx.dequantize(word, factor)]
+        for pair, factor in enumerate(factors)
     ]
-    return [row for both in zip(*rows, strict=True) for row in both]
+    return [
+        value
+        for chunk in range(0, len(rows), 2)
+        for both in zip(*rows[chunk : chunk + 2], strict=True)
+        for value in both
+    ]
 
 
 @cute.jit

@@ -1,16 +1,18 @@
 """What the grouped products find ready: routes sorted by expert, their units, permuted tokens.
 
-The first blocks sort the routes (token, slot), 1024 each: by expert, and in their own order within
-an expert. Every such block counts all routes of each expert, and those before its own, so that none
-waits for another; its own are ranked within their warp and by running totals over the warps.
+Two launches, of which the second does its work while the first is still at its own.
 
-Block 0 also cuts each expert's routes evenly into units of at most `widths[-1]`, and lists them by
-descending width: the least of `widths` that holds them.
+Sorting. The first block cuts each expert's routes evenly into units of at most `widths[-1]`, and
+lists them by descending width: the least of `widths` that holds them. Each of the others sorts 1024
+routes (token, slot): by expert, and in their own order within an expert. Every block counts the
+routes of each expert, and those before its own, so that none waits for another; its own are ranked
+within their warp and by running totals over the warps.
 
-The other blocks copy the tokens with each 64 of K in the order of the packed weights: 16-byte piece
-q of the copy holds words q, 8 + q, 16 + q and 24 + q of the 32 that 64 elements are.
+Permuting. Tokens are copied with each 64 of K in the order of the packed weights: 16-byte piece q
+of the copy holds words q, 8 + q, 16 + q and 24 + q of the 32 that 64 elements are. A block that has
+copied waits for the end of the sorting launch, so that whoever waits for this one waits for both.
 
-No block waits for another, so the kernel cannot hang.
+No block waits for another of its launch, so the kernels cannot hang.
 """
 
 from dataclasses import dataclass
@@ -25,85 +27,56 @@ from k3jax.ops.experts.kernel_prepare import PrepareKernel
 from k3jax.runtime.program import Kernel
 
 _THREADS = 1024
+_LOADS = 8
+"""Routes whose ids a thread loads at once."""
+_PERMUTE_THREADS = 256
 _PIECES = 4
 """16-byte pieces that a thread copies."""
 
 
 @dataclass(frozen=True)
-class PrepareGroupedKernel(Kernel):
-    """Fills the sorted routes, the unit table and the permuted tokens.
+class PermuteKernel(Kernel):
+    """Copies the tokens in the order of K that the products read.
 
     Attributes:
-        num_experts: E, at most 1024; ids outside 0 .. E - 1 are dropped.
+        num_experts: E; ids outside 0 .. E - 1 are dropped.
         latent: L, a multiple of 64.
         top_k: slots a token.
-        widths: those of the products.
         clears: whether to write zeros to the rows of dropped routes.
     """
 
     num_experts: int
     latent: int
     top_k: int
-    widths: tuple[int, ...]
     clears: bool
 
     parameters = (
         ("z", "address"),
         ("ids", "address"),
         ("permuted", "address"),
-        ("order", "address"),
-        ("units", "address"),
         ("rows", "address"),
         ("num_tokens", "int32"),
     )
-    threads = _THREADS
-
-    @property
-    def sorter(self) -> PrepareKernel:
-        """The kernel whose ranking of routes this one shares."""
-        return PrepareKernel(self.num_experts, groups=True)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Counts of each warp and expert, of all routes, of earlier routes; totals of each warp."""
-        return 4 * ((_THREADS // 32 + 2) * self.num_experts + _THREADS // 32)
+    threads = _PERMUTE_THREADS
 
     def grid(self, num_tokens: int) -> tuple[int, int, int]:
-        """Blocks that sort, then blocks that copy."""
-        pieces = num_tokens * (self.latent // 8)
-        return self.sorting_blocks(num_tokens) + -(-pieces // (_PIECES * _THREADS)), 1, 1
-
-    def sorting_blocks(self, num_tokens):
-        """Blocks that sort."""
-        return (num_tokens * self.top_k + _THREADS - 1) // _THREADS
+        """Blocks of a launch."""
+        return -(-num_tokens * (self.latent // 8) // (_PIECES * self.threads)), 1, 1
 
     @cute.kernel
-    def device(
-        self,
-        z: Int64,
-        ids: Int64,
-        permuted: Int64,
-        order: Int64,
-        units: Int64,
-        rows: Int64,
-        num_tokens: Int32,
-    ):
+    def device(self, z: Int64, ids: Int64, permuted: Int64, rows: Int64, num_tokens: Int32):
         """One block of the schedule above."""
         cute.arch.griddepcontrol_launch_dependents()
+        thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        sorting = self.sorting_blocks(num_tokens)
-        if block < sorting:
-            self.sort(ids, order, units, block, num_tokens * self.top_k)
-        else:
-            thread, _, _ = cute.arch.thread_idx()
-            first = (block - sorting) * (_PIECES * _THREADS) + thread
-            for step in cutlass.range_constexpr(_PIECES):
-                index = first + step * _THREADS
-                token, piece = index // (self.latent // 8), index % (self.latent // 8)
-                if token < num_tokens:
-                    self.permute(z, permuted, token, piece)
-                    if cutlass.const_expr(self.clears):
-                        self.clear_dropped(ids, rows, token, piece)
+        for step in cutlass.range_constexpr(_PIECES):
+            index = (block * _PIECES + step) * self.threads + thread
+            token, piece = index // (self.latent // 8), index % (self.latent // 8)
+            if token < num_tokens:
+                self.permute(z, permuted, token, piece)
+                if cutlass.const_expr(self.clears):
+                    self.clear_dropped(ids, rows, token, piece)
+        cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def permute(self, z: Int64, permuted: Int64, token: Int32, piece: Int32):
@@ -122,34 +95,72 @@ class PrepareGroupedKernel(Kernel):
                 target = rows + route * (2 * self.latent) + Int64(piece * 16)
                 ptx.store_global_4(target, Uint32(0))
 
-    @cute.jit
-    def sort(self, ids: Int64, order: Int64, units: Int64, block: Int32, num_routes: Int32):
-        """Places this block's routes; block 0 lists the units."""
+
+@dataclass(frozen=True)
+class SortKernel(Kernel):
+    """Fills the sorted routes and the unit table.
+
+    Attributes:
+        num_experts: E, at most 1024; ids outside 0 .. E - 1 are dropped.
+        widths: those of the products.
+    """
+
+    num_experts: int
+    widths: tuple[int, ...]
+
+    parameters = (
+        ("ids", "address"),
+        ("order", "address"),
+        ("units", "address"),
+        ("num_routes", "int32"),
+    )
+    threads = _THREADS
+
+    @property
+    def sorter(self) -> PrepareKernel:
+        """The kernel whose ranking of routes this one shares."""
+        return PrepareKernel(self.num_experts, groups=True)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Counts of each warp and expert, of all routes, of earlier routes; totals of each warp."""
+        return 4 * ((_THREADS // 32 + 2) * self.num_experts + _THREADS // 32)
+
+    def grid(self, num_routes: int) -> tuple[int, int, int]:
+        """A block that lists, then blocks that sort."""
+        return 1 + -(-num_routes // _THREADS), 1, 1
+
+    @cute.kernel
+    def device(self, ids: Int64, order: Int64, units: Int64, num_routes: Int32):
+        """One block of the schedule above."""
+        cute.arch.griddepcontrol_launch_dependents()
+        block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         counts = Uint32(cute.arch.get_dyn_smem(Uint32, alignment=128).toint())
         totals = counts + Uint32(4 * (_THREADS // 32) * self.num_experts)
-        earlier = totals + Uint32(4 * self.num_experts)
-        sums = earlier + Uint32(4 * self.num_experts)
         for index in cutlass.range(thread, (_THREADS // 32 + 2) * self.num_experts, _THREADS):
             ptx.store_shared(counts + Uint32(index * 4), Int32(0))
         cute.arch.sync_threads()
+        if block == 0:
+            self.list_units(ids, units, totals, num_routes)
+        else:
+            self.sort(ids, order, counts, totals, (block - 1) * _THREADS, num_routes)
 
-        first = block * _THREADS
+    @cute.jit
+    def sort(self, ids: Int64, order: Int64, counts: Uint32, totals: Uint32, first, num_routes):
+        """Places a block's routes, from `first` on."""
+        thread, _, _ = cute.arch.thread_idx()
+        earlier = totals + Uint32(4 * self.num_experts)
         self.count_routes(ids, totals, earlier, first, num_routes)
         mine = counts + Uint32(thread // 32 * (4 * self.num_experts))
         expert, rank = self.sorter.rank(ids, mine, first + thread, num_routes)
         cute.arch.sync_threads()
 
         self.sorter.sum_counts(counts)
-        total = Int32(0)
-        if thread < self.num_experts:
-            total = ptx.load_shared(totals + Uint32(thread * 4))
-        base, _ = _scan(total, sums)
+        base, _ = _scan(self.total(totals), earlier + Uint32(4 * self.num_experts))
         if thread < self.num_experts:
             start = earlier + Uint32(thread * 4)
             ptx.store_shared(start, ptx.load_shared(start) + base)
-        if block == 0:
-            self.list_units(units, sums, total, base)
         cute.arch.sync_threads()
 
         if expert < self.num_experts:
@@ -158,20 +169,40 @@ class PrepareGroupedKernel(Kernel):
             ptx.store_global(order + Int64(place) * 4, first + thread)
 
     @cute.jit
+    def total(self, totals: Uint32) -> Int32:
+        """Routes of this thread's expert, if it has one."""
+        thread, _, _ = cute.arch.thread_idx()
+        total = Int32(0)
+        if thread < self.num_experts:
+            total = ptx.load_shared(totals + Uint32(thread * 4))
+        return total
+
+    @cute.jit
     def count_routes(self, ids, totals, earlier, first, num_routes):
         """Counts routes of each expert: all, and those before `first`."""
         thread, _, _ = cute.arch.thread_idx()
-        for route in cutlass.range(thread, num_routes, _THREADS, unroll=8):
-            expert = ptx.load_global(ids + Int64(route) * 4)
-            if Uint32(expert) < Uint32(self.num_experts):
-                wgmma.count_shared(totals + Uint32(expert * 4))
-                if route < first:
-                    wgmma.count_shared(earlier + Uint32(expert * 4))
+        for start in cutlass.range(thread, num_routes, _LOADS * _THREADS):
+            # All loads first: each would wait for the counting of the one before.
+            experts = [
+                ptx.load_global(ids + Int64(cutlass.min(route, num_routes - 1)) * 4)
+                for route in _every_thread(start)
+            ]
+            for index, route in enumerate(_every_thread(start)):
+                expert = experts[index]
+                if (route < num_routes) & (Uint32(expert) < Uint32(self.num_experts)):
+                    wgmma.count_shared(totals + Uint32(expert * 4))
+                    if route < first:
+                        wgmma.count_shared(earlier + Uint32(expert * 4))
 
     @cute.jit
-    def list_units(self, units: Int64, sums: Uint32, total: Int32, base: Int32):
-        """A thread's expert: its `total` routes from `base` on, in even units of whole eights."""
+    def list_units(self, ids: Int64, units: Int64, totals: Uint32, num_routes: Int32):
+        """The table: a thread lists its expert's routes in even units of whole eights."""
         thread, _, _ = cute.arch.thread_idx()
+        sums = totals + Uint32(4 * 2 * self.num_experts)
+        self.count_routes(ids, totals, totals, Int32(0), num_routes)
+        cute.arch.sync_threads()
+        total = self.total(totals)
+        base, _ = _scan(total, sums)
         widest = self.widths[-1]
         equal = (total + widest - 1) // widest - 1
         size = ((total + equal) // cutlass.max(equal + 1, 1) + 7) // 8 * 8
@@ -195,6 +226,11 @@ class PrepareGroupedKernel(Kernel):
             listed += of_width
             if thread == 0:
                 ptx.store_global(units + 4 * index, listed)
+
+
+def _every_thread(start):
+    """A thread's next routes."""
+    return [start + step * _THREADS for step in range(_LOADS)]
 
 
 @cute.jit
@@ -227,8 +263,10 @@ def _scan_warp(value: Int32) -> Int32:
 
 
 REPRESENTATIVES = {
-    f"grouped, prepare for the {result}": PrepareGroupedKernel(
-        num_experts=896, latent=3584, top_k=16, widths=WIDTHS, clears=clears
+    "grouped, sort routes": SortKernel(num_experts=896, widths=WIDTHS),
+} | {
+    f"grouped, permute tokens for the {result}": PermuteKernel(
+        num_experts=896, latent=3584, top_k=16, clears=clears
     )
     for result, clears in (("sum", False), ("rows", True))
 }

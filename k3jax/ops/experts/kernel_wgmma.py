@@ -30,13 +30,14 @@ def swizzled_piece(row, piece):
 
 
 @dsl_user_op
-def multiply(sums, a, descriptor, *, loc=None, ip=None):
-    """Starts sums += a (64 rows) times a tile's columns, as one group of instructions.
+def multiply(sums, a, descriptor, tile_bytes, *, loc=None, ip=None):
+    """Starts sums += a (64 rows) times the columns of tiles, as one group of instructions.
 
     Args:
         sums: width / 2 float32 of this thread; not to be touched before the group is waited for.
         a: registers, four for each 16 of K; likewise.
-        descriptor: the tile, from the first of these K on.
+        descriptor: the first tile.
+        tile_bytes: from a tile's address to the next one's.
 
     Returns:
         The sums.
@@ -55,7 +56,7 @@ def multiply(sums, a, descriptor, *, loc=None, ip=None):
     for step in range(len(a) // 4):
         rows = ", ".join(f"${count + 4 * step + index}" for index in range(4))
         lines += [
-            f"add.s64 d, ${count + len(a)}, {step * _K_STEP};",
+            f"add.s64 d, ${count + len(a)}, {step // 4 * (tile_bytes >> 4) + step % 4 * _K_STEP};",
             f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.bf16.bf16 "
             f"{{{registers}}}, {{{rows}}}, d, add, 1, 1, 0;",
         ]
