@@ -222,10 +222,24 @@ class SoloMailboxes:
             )
 
 
-def solo_chain(solo: SoloRank, mailboxes: SoloMailboxes, ups: Sequence[jax.Array], tail: bool):
-    """A function that starts one call for each of `ups`, or only their refills.
+def solo_chain(
+    solo: SoloRank,
+    mailboxes: SoloMailboxes,
+    ups: Sequence[jax.Array],
+    *,
+    rounds: int,
+    tail: bool = True,
+    last: bool = False,
+):
+    """A function that goes `rounds` times through a call for each of `ups`, and its arguments.
 
-    Returns its arguments too: (function, arguments).
+    Args:
+        solo: the rank.
+        mailboxes: made for it.
+        ups: its rows of the up-projection, in each layer.
+        rounds: how often.
+        tail: the calls, or only the refills in front of them.
+        last: return the last output alone.
     """
     program = (with_refill if tail else refill_alone)(solo.tail(), solo.refill())
     program = on_operands(program, solo.layout)
@@ -235,12 +249,12 @@ def solo_chain(solo: SoloRank, mailboxes: SoloMailboxes, ups: Sequence[jax.Array
     @jax.jit
     def chain(rows, ups, image, own):
         out, outputs = jnp.zeros_like(rows[1]), []
-        for up in ups:
+        for up in ups * rounds:
             (out,) = call_program(
                 program, *rows, up, image, own, out, target=solo.target, has_side_effect=True
             )
             outputs.append(out)
-        return outputs
+        return outputs[-1:] if last else outputs
 
     return chain, (rows, list(ups), jnp.asarray(solo.image()), mailboxes.own)
 

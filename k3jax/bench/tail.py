@@ -15,8 +15,9 @@ memory.
 
 import argparse
 import dataclasses
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from k3jax.bench.bandwidth import read_bandwidth
@@ -44,8 +44,8 @@ from k3jax.runtime.target import Target
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
 LAYERS = 24
 """Layers with weights of their own."""
-ROUNDS = 4
-"""How often a chain of fused tails goes through them, to keep the devices longer than the host."""
+FUSED_ROUNDS, ROUNDS = 8, 2
+"""How often a timed chain goes through them, so that it keeps the devices longer than the host."""
 MODES = ("real", "solo")
 LIMIT = 6e-3
 """Largest relative L2 error; some tiers add their partials in bfloat16."""
@@ -190,6 +190,7 @@ class Real:
             *jax.device_put((latent, shared), split),
             jax.device_put(gain, whole),
             self.ups,
+            jnp.bfloat16(0),
         )
         tiers = list(REAL_TIERS)
         if fused.unsupported(
@@ -201,46 +202,64 @@ class Real:
         return {str(tier): self._time(tier, arguments, want) for tier in tiers}
 
     def _time(self, tier: TailTier, arguments: tuple, want: list) -> float:
-        chain = jax.jit(lambda *args: self._chain(tier, *args))
-        *rows, ups = arguments
-        if tier == TailTier.TAIL_FUSION:
-            ups = ups * ROUNDS
-        arguments = (*rows, ups)
-        for number, out in enumerate(chain(*arguments)):
+        for out, wanted in zip(self._chain(tier, 1)(*arguments), want, strict=True):
             ranks = [np.asarray(shard.data)[0] for shard in out.addressable_shards]
             if any((rank.view(np.uint16) != ranks[0].view(np.uint16)).any() for rank in ranks):
                 raise WrongOutputError(f"{tier}: ranks hold different bits; no time is printed")
-            _check(str(tier), len(ranks[0]), ranks[0], np.asarray(want[number % LAYERS]))
-        return 1e6 * device_seconds(lambda: chain(*arguments)) / len(ups)
+            _check(str(tier), len(ranks[0]), ranks[0], np.asarray(wanted))
+        rounds = FUSED_ROUNDS if tier == TailTier.TAIL_FUSION else ROUNDS
+        chain = self._chain(tier, rounds, last=True)
+        return 1e6 * device_seconds(lambda: chain(*arguments)) / (rounds * LAYERS)
 
-    def _chain(self, tier: TailTier, latent, shared, gain, ups) -> list[jax.Array]:
-        """Every layer's output of each rank, [R, T, H]."""
+    def _chain(self, tier: TailTier, rounds: int, last: bool = False) -> Callable[..., list]:
+        """A function that runs all layers `rounds` times, over all ranks.
 
-        def local(group: RankGroup, latent, shared, gain, ups):
-            m, s, outputs = latent[0], shared[0], []
-            out = jnp.zeros_like(s)
-            for up in ups:
-                out = self._layer(tier, group, m, s, gain, up, out)
-                outputs.append(out)
-            return [out[None] for out in outputs]
+        It returns every output of each rank, [R, T, H], or the last one alone: returning many
+        arrays would cost the host more than a short layer takes.
+        """
+
+        def local(group: RankGroup, latent, shared, gain, ups, zero):
+            m, s = latent[0], shared[0]
+            outputs = _layers(
+                functools.partial(self._layer, tier, group, m, s, gain, zero), ups * rounds, s
+            )
+            return [out[None] for out in (outputs[-1:] if last else outputs)]
 
         split = P(self.parallel.axis)
-        specs = (split, split, P(), P())
-        return run_sharded(
-            local, self.parallel, specs, split, latent, shared, gain, ups, check_vma=False
+        specs = (split, split, P(), P(), P())
+        return jax.jit(
+            lambda *args: run_sharded(local, self.parallel, specs, split, *args, check_vma=False)
         )
 
-    def _layer(self, tier: TailTier, group: RankGroup, m, s, gain, up, before) -> jax.Array:
-        """One tail, after the one whose output is `before`."""
-        eps = _CONFIG.rms_norm_eps
+    def _layer(self, tier, group: RankGroup, m, s, gain, zero, up, before) -> jax.Array:
         if tier == TailTier.TAIL_FUSION and self.target.arch:
             return _fused_after(before, m, s, gain, up, group=group, target=self.target)
-        if tier == TailTier.TAIL_FUSION:
-            m = m + 0 * before[:, : m.shape[1]]  # threads keep no order but that of the data
-        else:
-            # XLA would merge the all-reduces of all layers.
-            m, s, _ = lax.optimization_barrier((m, s, before))
-        return latent_tail(m, s, gain, up, eps=eps, group=group, tier=tier, target=self.target)
+        return latent_tail(
+            *_after(before, m, s, zero),
+            gain,
+            up,
+            eps=_CONFIG.rms_norm_eps,
+            group=group,
+            tier=tier,
+            target=self.target,
+        )
+
+
+def _layers(layer: Callable[..., jax.Array], ups: Sequence[jax.Array], s: jax.Array) -> list:
+    """Outputs of `layer(up, before)` for each of `ups`, `before` being the output before."""
+    outputs, out = [], jnp.zeros_like(s)
+    for up in ups:
+        out = layer(up, out)
+        outputs.append(out)
+    return outputs
+
+
+def _after(before, m, s, zero) -> tuple[jax.Array, jax.Array]:
+    """`m` and `s`, known only once `before` is: a sum that XLA fuses into what reads them.
+
+    Without it XLA would merge the all-reduces of all layers. It cannot know that `zero` is zero.
+    """
+    return m + zero * before[:, : m.shape[1]], s + zero * before
 
 
 def _fused_after(before, m, s, gain, up, *, group: RankGroup, target: Target) -> jax.Array:
@@ -296,45 +315,39 @@ class Solo:
             self.wholes = [_random_bfloat16(rng, (H, L), L**-0.5) for _ in range(LAYERS)]
         solo = SoloRank.draw(_CONFIG, self.target, self.tp, num_tokens, rng)
         mailboxes = SoloMailboxes(solo)
-        ups = self.ups * ROUNDS
-        both, arguments = solo_chain(solo, mailboxes, ups, tail=True)
-        refill, _ = solo_chain(solo, mailboxes, ups, tail=False)
         wants = [solo.want(up) for up in self.ups]
-        for number, out in enumerate(both(*arguments)):
-            want, mine = wants[number % LAYERS], solo.columns
-            _check(
-                "its columns of tail_fusion", num_tokens, np.asarray(out)[:, mine], want[:, mine]
+        first, arguments = solo_chain(solo, mailboxes, self.ups, rounds=1)
+        for out, want in zip(first(*arguments), wants, strict=True):
+            got, mine = np.asarray(out), solo.columns
+            _check("its columns of tail_fusion", num_tokens, got[:, mine], want[:, mine])
+            _check("tail_fusion", num_tokens, got, want)
+        seconds = []
+        for tail in (True, False):
+            chain, _ = solo_chain(
+                solo, mailboxes, self.ups, rounds=FUSED_ROUNDS, tail=tail, last=True
             )
-            _check("tail_fusion", num_tokens, np.asarray(out), want)
-        seconds = device_seconds(lambda: both(*arguments))
-        seconds -= device_seconds(lambda: refill(*arguments))
+            seconds.append(device_seconds(lambda chain=chain: chain(*arguments)))
         mailboxes.check()
-        return {"tail_fusion": 1e6 * seconds / len(ups), "plain": self._plain(num_tokens, rng)}
+        tail_seconds = (seconds[0] - seconds[1]) / (LAYERS * FUSED_ROUNDS)
+        return {"tail_fusion": 1e6 * tail_seconds, "plain": self._plain(num_tokens, rng)}
 
     def _plain(self, num_tokens: int, rng: np.random.Generator) -> float:
         H, L = _CONFIG.hidden_size, _CONFIG.latent_size
         m, s = (_random_bfloat16(rng, (num_tokens, width)) for width in (L, H))
         gain = _random_bfloat16(rng, (L,))
 
-        @jax.jit
-        def chain(m, s, gain, ups):
-            outputs, out = [], jnp.zeros_like(s)
-            for up in ups:
-                m, s, _ = lax.optimization_barrier((m, s, out))
-                out = latent_tail(
-                    m,
-                    s,
-                    gain,
-                    up,
-                    eps=_CONFIG.rms_norm_eps,
-                    group=SINGLE,
-                    tier=TailTier.UNFUSED,
-                )
-                outputs.append(out)
-            return outputs
+        def layer(m, s, gain, zero, up, before):
+            options = {"eps": _CONFIG.rms_norm_eps, "group": SINGLE, "tier": TailTier.UNFUSED}
+            return latent_tail(*_after(before, m, s, zero), gain, up, **options)
 
-        outputs = chain(m, s, gain, self.wholes)
-        for out, up in zip(outputs, self.wholes, strict=True):
+        @functools.partial(jax.jit, static_argnames=("rounds", "last"))
+        def chain(m, s, gain, ups, zero, rounds=1, last=False):
+            outputs = _layers(functools.partial(layer, m, s, gain, zero), ups * rounds, s)
+            return outputs[-1:] if last else outputs
+
+        arguments = (m, s, gain, self.wholes, jnp.bfloat16(0))
+        for out, up in zip(chain(*arguments), self.wholes, strict=True):
             want = _plain(m[None], s[None], gain, up)
             _check("plain", num_tokens, np.asarray(out), np.asarray(want))
-        return 1e6 * device_seconds(lambda: chain(m, s, gain, self.wholes)) / LAYERS
+        seconds = device_seconds(lambda: chain(*arguments, rounds=FUSED_ROUNDS, last=True))
+        return 1e6 * seconds / (LAYERS * FUSED_ROUNDS)
