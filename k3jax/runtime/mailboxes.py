@@ -7,6 +7,7 @@ calls in the same order.
 
 import ctypes
 import functools
+import os
 import secrets
 import threading
 import zlib
@@ -58,7 +59,8 @@ class TailWorkspaces:
         """Makes the workspaces of this process's ranks and connects them; once, then nothing.
 
         Raises:
-            ValueError: a GPU has another place in another group of this layout.
+            ValueError: a GPU has another place in another group of this layout, or XLA is told to
+                run calls of one program at once.
             NotImplementedError: the group reaches over several machines.
             RuntimeError: a process failed, for example as a device cannot address another one.
         """
@@ -77,6 +79,7 @@ class TailWorkspaces:
             if (self.layout, keys[0]) in _groups:
                 return
             if self.devices:
+                _refuse_concurrency()
                 self._connect_gpus(process)
             elif len(set(self.homes)) > 1:
                 self._share_memory(process, functools.partial(self._join_host, own))
@@ -169,6 +172,17 @@ class TailWorkspaces:
     @property
     def _sizes(self) -> tuple[int, int, int]:
         return self.layout.max_tokens, self.layout.latent_size, self.layout.hidden_size
+
+
+def _refuse_concurrency() -> None:
+    """By default XLA runs the independent calls of one program one after the other on a GPU."""
+    flags = os.environ.get("XLA_FLAGS", "").upper()
+    if "XLA_GPU_COMMAND_BUFFER_SCHEDULING_MODE=CONCURRENT" in flags:
+        raise ValueError(
+            "XLA_FLAGS has --xla_gpu_command_buffer_scheduling_mode=CONCURRENT, with which two "
+            "calls of the fused tail could run at once on the same mailboxes; leave it out, or "
+            "choose tail='allreduce_overlap'"
+        )
 
 
 def _call(name: str, *arguments: Any) -> None:

@@ -3,6 +3,7 @@
 Run as a module, this file is one of the two processes.
 """
 
+import functools
 import importlib.util
 import os
 import signal
@@ -18,11 +19,15 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from k3jax.config import MoEConfig
+from k3jax.layer import moe_layer
 from k3jax.ops.tail import fused
 from k3jax.parallel import Parallel, run_sharded
+from k3jax.params import init_params, param_specs
+from k3jax.plan import plan_layer
 from k3jax.runtime.target import Target
 from tests.ops.tail_oracle import EPS, draw, oracle
-from tests.support import bits
+from tests.support import WHOLE_LAYER, bits, tokens_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,19 +40,37 @@ TIMEOUT = 150
 SHORT_BUDGET = 1 << 19
 """Polls before a rank gives up; long for a rank that is on its way, short for a test."""
 
+LAYER = MoEConfig(
+    hidden_size=256,
+    latent_size=512,
+    num_experts=8,
+    experts_per_token=2,
+    expert_intermediate_size=512,
+    num_shared_experts=1,
+)
 SPECS = (P("tp"), P("tp"), P(), P())
 
 
-def test_two_processes(tmp_path):
+@pytest.mark.parametrize("masked", [False, True])
+def test_two_processes(tmp_path, masked):
+    """If masked, a process cannot name the other's card."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     cards = len(jax.devices())
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(cards)))).split(",")
+
+    def environment(rank):
+        visible = {"CUDA_VISIBLE_DEVICES": names[rank % cards]} if masked else {}
+        return os.environ | visible | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+    def arguments(rank):
+        return address, str(rank), str(0 if masked else rank % cards), str(tmp_path)
+
     workers = [
         subprocess.Popen(
-            [sys.executable, "-m", __name__, address, str(rank), str(rank % cards), str(tmp_path)],
-            env=environment,
+            [sys.executable, "-m", __name__, *arguments(rank)],
+            env=environment(rank),
             cwd=Path(__file__).parent.parent.parent,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -102,6 +125,38 @@ def check(y, arrays, folder, rank, number):
     (folder / f"{number}-{rank}.tmp.npy").rename(folder / f"{number}-{rank}.npy")
 
 
+def check_layer(mesh):
+    """A layer that makes its workspaces while it is traced, against one device."""
+    parallel = Parallel(mesh)
+
+    def put(array, spec):
+        host = np.asarray(array)
+        return jax.make_array_from_callback(
+            host.shape, parallel.sharding(spec), lambda index: host[index]
+        )
+
+    def layer(params, x, **options):
+        y = jax.jit(functools.partial(moe_layer, config=LAYER, **options))(params, x)
+        return np.asarray(y.addressable_shards[0].data, np.float64)
+
+    xla = {"router": "xla", "experts": "xla"}
+    params = jax.jit(init_params, static_argnums=0)(LAYER, jax.random.key(0))
+    x = tokens_of(9, LAYER.hidden_size)
+    wanted = layer(params, x, plan=plan_layer(LAYER, 9, **xla))
+    params = jax.tree.map(put, params, param_specs(LAYER, "tp"))
+    plan = plan_layer(LAYER, 9, tp=RANKS, tail="tail_fusion", **xla)
+    got = layer(params, put(x, P()), plan=plan, parallel=parallel)
+    assert np.linalg.norm(got - wanted) <= WHOLE_LAYER * np.linalg.norm(wanted)
+
+
+def programs_that_differ_are_named(mesh, rank, rng):
+    """No kernel starts: the next step needs no reset."""
+    step = make_step(mesh, captured=True)
+    arrays = draw(rng, RANKS, 5 + rank, LATENT, HIDDEN)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"rank {rank} has 'tail_{5 + rank}'"):
+        step(arrays)
+
+
 def worker(address: str, rank: int, card: int, folder: Path) -> None:
     jax.distributed.initialize(
         address, RANKS, rank, local_device_ids=[card], initialization_timeout=60,
@@ -121,6 +176,11 @@ def worker(address: str, rank: int, card: int, folder: Path) -> None:
             check(step(arrays), arrays, folder, rank, f"{number}-{captured}")
     workspaces.check()
     print(rank, "numbers are right", flush=True)
+    check_layer(mesh)
+    print(rank, "a layer is right", flush=True)
+    programs_that_differ_are_named(mesh, rank, rng)
+    workspaces.check()
+    print(rank, "other programs are named", flush=True)
 
     step = steps[True]
     if rank == 0:  # rank 1 stays away

@@ -80,6 +80,16 @@ def test_groups_that_share_a_gpu_and_mailboxes_are_refused(library):
     assert library.names == ["allocate", "connect"] * 2
 
 
+def test_concurrent_command_buffers_are_refused(library, monkeypatch):
+    flag = "--xla_gpu_command_buffer_scheduling_mode"
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_foo=1 {flag}=CONCURRENT")
+    with pytest.raises(ValueError, match=r"CONCURRENT.*same mailboxes.*allreduce_overlap"):
+        group_of(0, 1).create()
+    monkeypatch.setenv("XLA_FLAGS", f"{flag}=LHS")
+    group_of(0, 1).create()
+    assert library.names == ["allocate", "connect"]
+
+
 def test_a_creation_that_failed_can_be_tried_again(library):
     library.refused = {"k3jax_tail_connect": "device 0 cannot address the memory of device 1"}
     group = group_of(0, 1)
