@@ -25,7 +25,7 @@ SMALL = MoEConfig(
 )
 
 
-XLA = {"xla", "ragged_dot"}
+XLA = ("xla", "ragged_dot")
 """Peers that run on a CPU."""
 
 
@@ -50,7 +50,7 @@ def doubled(function):
 
 def test_tables_and_json(tmp_path, capsys):
     file = tmp_path / "rows.json"
-    assert run("--no-peers", "--json", str(file)) == 0
+    assert run("--peers", "none", "--json", str(file)) == 0
     facts = json.loads(file.read_text())
     assert facts["read_bytes_per_second"] == 1e10
     cases = [(row["routing"], row["num_tokens"]) for row in facts["rows"]]
@@ -85,9 +85,9 @@ def test_peers_are_checked_too(monkeypatch, capsys):
 def test_peers_compute_the_experts():
     experts = jax.jit(bench.pack_experts)(bench.random_experts(SMALL, 2, jax.random.key(0)))
     case = bench.Bench(2, Target.current(), 1e10, 0, experts)
-    case.peers += [p for p in peers.peers(experts, SMALL, print) if p.name in XLA]
+    case.peers += peers.peers(XLA, experts, SMALL, print)
     row = case.measure(5, "uniform")
-    assert set(row.peers) == XLA
+    assert tuple(row.peers) == XLA
     assert min(row.peers.values()) > 0
 
 
@@ -96,8 +96,8 @@ def test_a_peer_that_is_not_installed_is_absent(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setattr(peers, "MOSAIC_MODULE", "jax.not_there")
     experts = jax.jit(bench.pack_experts)(bench.random_experts(SMALL, 2, jax.random.key(0)))
-    names = [peer.name for peer in peers.peers(experts, SMALL, said.append)]
-    assert set(names) == XLA
+    names = [peer.name for peer in peers.peers(peers.PEERS, experts, SMALL, said.append)]
+    assert names == list(XLA)
     assert said[0] == "peer mosaic is absent: No module named 'jax.not_there'"
     assert said[1].startswith("peer triton_kernels is absent: ")
 
@@ -108,7 +108,7 @@ def test_no_time_for_a_wrong_output(monkeypatch, capsys):
     monkeypatch.setattr(
         bench, "_reference", lambda *args: right(*args, config=SMALL, tier=bench.ExpertsTier.XLA)
     )
-    assert run("--routing", "uniform", "--no-peers") == 1
+    assert run("--routing", "uniform", "--peers", "none") == 1
     printed = capsys.readouterr()
     assert printed.err.count("no time is printed") == 2
     assert printed.out.splitlines()[-1] == bench._heading([])
@@ -127,6 +127,11 @@ def test_a_value_that_is_not_finite_is_wrong_wherever_it_is(value):
     assert case._error(z, ids, weights, out.at[:, 7].set(40), rng) > bench.LIMIT
 
 
+def test_an_unknown_peer_is_named():
+    with pytest.raises(ValueError, match="--peers 'marlin' is not one of xla,"):
+        run("--peers", "xla,marlin")
+
+
 def test_zipf_is_skewed_and_draws_no_expert_twice():
     rng = np.random.default_rng()
     distinct = {}
@@ -142,7 +147,7 @@ def test_a_card_without_a_known_bandwidth_is_measured(monkeypatch, capsys):
     monkeypatch.setattr(bench.Target, "current", lambda: target)
     monkeypatch.setattr(bandwidth, "measure_read_bandwidth", lambda: 7.5e12)
     arguments = argparse.Namespace(
-        tp=(), tokens=(), routing=None, seed=0, json=None, plot=None, load=None, no_peers=True
+        tp=(), tokens=(), routing=None, seed=0, json=None, plot=None, load=None, peers="none"
     )
     assert bench.run(arguments) == 0
     assert "floors by 7.50 TB/s" in capsys.readouterr().out

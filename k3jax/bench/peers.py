@@ -88,28 +88,45 @@ class JaxImplementation(Implementation):
         return device_seconds(lambda: self._chain(z, routes, self.experts))
 
 
+PEERS = ("xla", "ragged_dot", "mosaic", "triton_kernels")
+
+
+def peer_names(text: str) -> tuple[str, ...]:
+    """Names joined by commas, or "none".
+
+    Raises:
+        ValueError: a name is not one of `PEERS`.
+    """
+    names = () if text == "none" else tuple(text.split(","))
+    for name in names:
+        if name not in PEERS:
+            raise ValueError(f"--peers {name!r} is not one of {','.join(PEERS)}, or none")
+    return names
+
+
 def peers(
-    experts: PackedExperts, config: MoEConfig, say: Callable[[str], Any]
+    names: Sequence[str], experts: PackedExperts, config: MoEConfig, say: Callable[[str], Any]
 ) -> Iterator[Implementation]:
-    """Every peer that can be had; `say` is told about the others."""
-    call = functools.partial(routed_experts, config=config, tier=ExpertsTier.XLA)
-    yield JaxImplementation("xla", 32, call, experts)
+    """The peers of these names that can be had; `say` is told about the others."""
+    if "xla" in names:
+        call = functools.partial(routed_experts, config=config, tier=ExpertsTier.XLA)
+        yield JaxImplementation("xla", 32, call, experts)
+    products: dict[str, tuple[int, Callable]] = {}
+    if "ragged_dot" in names:
+        products["ragged_dot"] = 128, _ragged_dot
+    if "mosaic" in names and (product := _mosaic_product(say)):
+        products["mosaic"] = 4096, product
+    dense = jax.jit(_dense)(experts) if products else None
+    for name, (max_tokens, product) in products.items():
+        call = functools.partial(_grouped_experts, product=product, config=config)
+        yield JaxImplementation(name, max_tokens, call, dense)
+    if "triton_kernels" in names:
+        try:
+            from k3jax.bench.peer_triton import TritonKernels
 
-    products: list[tuple[str, Callable | None, int]] = [
-        ("ragged_dot", _ragged_dot, 128),
-        ("mosaic", _mosaic_product(say), 4096),
-    ]
-    dense = jax.jit(_dense)(experts)
-    for name, product, max_tokens in products:
-        if product is not None:
-            call = functools.partial(_grouped_experts, product=product, config=config)
-            yield JaxImplementation(name, max_tokens, call, dense)
-    try:
-        from k3jax.bench.peer_triton import TritonKernels
-
-        yield TritonKernels(experts, config)
-    except ImportError as error:
-        say(f"peer triton_kernels is absent: {error}")
+            yield TritonKernels(experts, config)
+        except ImportError as error:
+            say(f"peer triton_kernels is absent: {error}")
 
 
 def _mosaic_product(say: Callable[[str], Any]) -> Callable | None:
