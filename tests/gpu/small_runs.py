@@ -24,6 +24,7 @@ from k3jax.ops.router import cute, reference
 from k3jax.runtime.program import Program
 from k3jax.runtime.target import Target
 from tests.emulator_tests import cute_kernels as small
+from tests.gpu import handover
 from tests.gpu.driver import Driver
 from tests.gpu.on_card import CardProgram, card_target
 from tests.support import ONE_OP
@@ -89,6 +90,8 @@ CASES: dict[str, Callable[[Target], Iterator[Case]]] = {
     "router": router,
     "decode": functools.partial(experts, decode.decode_program, (1, 9, 65)),
     "grouped": functools.partial(experts, grouped.grouped_program, (70,)),
+    "handover": lambda target: example(handover.handover_program(32)),
+    "handover by one lane": lambda target: example(handover.handover_program(1)),
     "ring": lambda target: example(small.ring_program(3, 9, 3)),
     "overrun": lambda target: example(small.scale_program(1024, 3.0, "one too many")),
     "race": lambda target: example(small.sum_program(4, "missing barrier")),
