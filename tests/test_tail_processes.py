@@ -169,7 +169,7 @@ def a_rank_that_stays_away_is_named(steps: Steps) -> None:
 
 def a_process_that_is_killed_is_named(steps: Steps) -> None:
     if steps.number == 1:
-        threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     arrays = steps.place(steps.draw(33))
     started = []
 
@@ -180,7 +180,7 @@ def a_process_that_is_killed_is_named(steps: Steps) -> None:
 
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"process of rank [23] has ended; start"):
         run()
-    assert time.monotonic() - started[-1] < 2
+    assert time.monotonic() - started[-1] < 5
     assert len(started) > 3, "it died before its first steps"
     steps.fails(steps.tail, steps.draw(), r"process of rank [23] has ended")  # and no hang
 

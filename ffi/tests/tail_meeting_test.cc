@@ -48,7 +48,7 @@ void CheckEnded(pid_t child) {
 TEST(TheFasterOneWaits) {
   std::unique_ptr<Meeting> meeting;
   pid_t child = Fork(meeting, [](Meeting& other) {
-    std::this_thread::sleep_for(milliseconds(200));
+    std::this_thread::sleep_for(milliseconds(1000));
     for (int i = 0; i < 500; ++i) other.Attend(1, i % 3 ? kTail8 : kTail5, milliseconds(20000));
   });
   auto begin = std::chrono::steady_clock::now();
@@ -72,7 +72,7 @@ TEST(AnotherProgramIsNamedOnBoth) {
 TEST(WhoDoesNotComeIsNamedAndTheNextAttemptCounts) {
   std::unique_ptr<Meeting> meeting;
   pid_t child = Fork(meeting, [](Meeting& other) {
-    std::this_thread::sleep_for(milliseconds(300));
+    std::this_thread::sleep_for(milliseconds(1500));
     other.Attend(1, kTail8, milliseconds(20000));
   });
   CHECK_THROWS(meeting->Attend(0, kTail8, milliseconds(50)), "may not run 'tail_8'",
