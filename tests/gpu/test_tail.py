@@ -94,14 +94,14 @@ class Loopback:
         return self.driver.download(at, 256).view(np.uint32)
 
 
-class Rank:
-    """One rank with launches and a stream of its own, and another stream beside it."""
+class Card:
+    """Some ranks of two as one launch, on a stream of their own, and another stream beside it."""
 
-    def __init__(self, driver, rank, steps):
+    def __init__(self, driver, ranks):
         from k3jax.runtime.compile import compile_kernel
         from tests.gpu.busy import Busy
 
-        self.driver, self.rank, self.functions = driver, rank, {}
+        self.driver, self.ranks, self.functions = driver, ranks, {}
         self.hidden = LOOPBACKS[2][0]
         for two_shot, kernel, compiled in tails(2, *LOOPBACKS[2]):
             function = driver.function(compiled.cubin, compiled.entry, kernel.shared_bytes)
@@ -111,29 +111,31 @@ class Rank:
         compiled = compile_kernel(Busy(), Target.current().arch)
         self.busy = driver.function(compiled.cubin, compiled.entry, 0)
         self.memory = driver.upload(np.zeros(BUSY_BLOCKS * 1024, np.uint8))
-        self.workspace = driver.upload(np.zeros(self.layout.num_bytes, np.uint8))
-        self.row_bytes = MAX_TOKENS * self.hidden * 2
-        self.outputs = driver.upload(np.zeros(steps * self.row_bytes, np.uint8))
-        self.steps = steps
+        self.workspace = driver.upload(np.zeros(len(ranks) * self.layout.num_bytes, np.uint8))
+        self.step_bytes = len(ranks) * MAX_TOKENS * self.hidden * 2
+        self.outputs = driver.upload(np.zeros(SOAK_BATCH * self.step_bytes, np.uint8))
+
+    def workspaces(self):
+        return [self.workspace + i * self.layout.num_bytes for i in range(len(self.ranks))]
 
     def put(self, arrays):
-        """This rank's operands on its device."""
+        """The ranks' operands on their device."""
         latent, shared, gain, up_proj = arrays
-        own = (latent[self.rank], shared[self.rank], gain, up_proj)
+        own = (latent[self.ranks], shared[self.ranks], gain, up_proj)
         return [self.driver.upload(array.view(np.uint8)) for array in own]
 
     def poison(self):
-        self.driver.fill(self.outputs, 0xAB, self.steps * self.row_bytes)
+        self.driver.fill(self.outputs, 0xAB, SOAK_BATCH * self.step_bytes)
         self.driver.wait(None)
 
     def start(self, step, places, tokens, two_shot):
         kernel, function = self.functions[two_shot]
-        out = self.outputs + step * self.row_bytes
+        out = self.outputs + step * self.step_bytes
         addresses = (*[places[0]] * 3, *places[1:], out, self.workspace)
-        numbers = (0, tokens, self.layout.columns, BUDGET)
+        numbers = (self.layout.num_bytes, tokens, self.layout.columns, BUDGET)
         self.driver.launch(
-            function, kernel.grid, kernel.threads, kernel.cluster, kernel.shared_bytes,
-            encode(addresses, numbers), False, self.stream,
+            function, (kernel.grid[0], len(self.ranks), 1), kernel.threads, kernel.cluster,
+            kernel.shared_bytes, encode(addresses, numbers), False, self.stream,
         )  # fmt: skip
 
     def spend(self, microseconds, blocks, stream):
@@ -143,9 +145,13 @@ class Rank:
             self.busy, (blocks, 1, 1), 256, (1, 1, 1), 0, arguments, False, stream
         )  # fmt: skip
 
-    def result(self, step, tokens):
-        out = self.outputs + step * self.row_bytes
-        return self.driver.download(out, tokens * self.hidden * 2)
+    def results(self, step, tokens):
+        num_bytes = tokens * self.hidden * 2
+        out = self.outputs + step * self.step_bytes
+        return self.driver.download(out, len(self.ranks) * num_bytes).reshape(-1, num_bytes)
+
+    def headers(self):
+        return [self.driver.download(at, 256).view(np.uint32) for at in self.workspaces()]
 
 
 def check(got, arrays):
@@ -171,62 +177,68 @@ def test_all_ranks_on_one_card(ranks):
         assert loopback.header(rank)[EPOCH_WORD] == calls
 
 
-@pytest.mark.parametrize("cards", [1, 2])
-def test_soak(cards):
-    """Changing sizes and shots, one rank late at random, another kernel in the way: the same bits.
-
-    Half of the steps are captured and replayed. Each rank has its own stream, on its own card if
-    there are two.
-    """
-    need_devices(cards)
-    drivers = [Driver(i) for i in range(cards)]
-    ranks = [Rank(drivers[i % cards], i, SOAK_BATCH) for i in range(2)]
-    if cards == 2:
-        drivers[0].reach(drivers[1])
-        drivers[1].reach(drivers[0])
-    for rank in ranks:
-        peers = [peer.workspace for peer in ranks]
-        rank.driver.write(rank.workspace, rank.layout.armed(rank.rank, peers))
-    rng = np.random.default_rng()
-    draws = [draw(rng, 2, tokens, LATENT, ranks[0].hidden) for tokens in SOAK_TOKENS]
-    places = [[rank.put(arrays) for rank in ranks] for arrays in draws]
-    wanted = {}
-    for batch in range(SOAK_STEPS // SOAK_BATCH):
-        sizes = rng.permutation(np.arange(SOAK_BATCH) % len(SOAK_TOKENS))
-        for rank in ranks:
-            rank.poison()
-        for rank in ranks:
-            if batch % 2:
-                rank.driver.capture(rank.stream)
-        for step, size in enumerate(sizes):
-            tokens = SOAK_TOKENS[size]
-            two_shot = tokens > 32 or bool(rng.integers(2))
-            late = rng.integers(12)
-            for rank in ranks:
-                if late == rank.rank:
-                    rank.spend(int(rng.integers(300)), 1, rank.stream)
-                rank.start(step, places[size][rank.rank], tokens, two_shot)
-        for rank in ranks:
-            if batch % 2:
-                rank.driver.replay(rank.stream)
-            for _ in range(3):
-                rank.spend(int(rng.integers(100)), BUSY_BLOCKS, rank.other)
-        for rank in ranks:
-            rank.driver.wait(rank.stream)
-        for step, size in enumerate(sizes):
-            got = np.stack([rank.result(step, SOAK_TOKENS[size]) for rank in ranks])
-            if size not in wanted:
-                check(got.view(BF16).reshape(2, SOAK_TOKENS[size], -1), draws[size])
-                wanted[size] = got[0]
-            np.testing.assert_array_equal(got, np.broadcast_to(wanted[size], got.shape))
-    for rank in ranks:
-        header = rank.driver.download(rank.workspace, 256).view(np.uint32)
-        assert (header[EPOCH_WORD], header[FAILED_WORD]) == (SOAK_STEPS, 0)
-
-
 def need_devices(count):
     if len(jax.devices()) < count:
         pytest.skip(f"needs {count} GPUs, there are {len(jax.devices())}")
+
+
+@pytest.mark.parametrize("cards", [1, 2])
+def test_soak(cards):
+    """Changing sizes and shots, blocks late at random, another kernel in the way: the same bits.
+
+    Half of the steps are captured and replayed. On two cards, each rank's launches wait at random;
+    on one, both ranks' blocks are one launch, and those that the other kernel keeps out are late.
+    """
+    need_devices(cards)
+    each = 2 // cards
+    group = [Card(Driver(i), range(i * each, (i + 1) * each)) for i in range(cards)]
+    if cards == 2:
+        group[0].driver.reach(group[1].driver)
+        group[1].driver.reach(group[0].driver)
+    peers = [address for card in group for address in card.workspaces()]
+    for card in group:
+        for rank, address in zip(card.ranks, card.workspaces(), strict=True):
+            card.driver.write(address, card.layout.armed(rank, peers))
+    rng = np.random.default_rng()
+    draws = [draw(rng, 2, tokens, LATENT, group[0].hidden) for tokens in SOAK_TOKENS]
+    places = [[card.put(arrays) for card in group] for arrays in draws]
+    wanted = {}
+    for batch in range(SOAK_STEPS // SOAK_BATCH):
+        sizes = rng.permutation(np.arange(SOAK_BATCH) % len(SOAK_TOKENS))
+        soak(rng, group, sizes, places, captured=bool(batch % 2))
+        for step, size in enumerate(sizes):
+            tokens = SOAK_TOKENS[size]
+            got = np.concatenate([card.results(step, tokens) for card in group])
+            if size not in wanted:
+                check(got.view(BF16).reshape(2, tokens, -1), draws[size])
+                wanted[size] = got[0]
+            np.testing.assert_array_equal(got, np.broadcast_to(wanted[size], got.shape))
+    for header in [header for card in group for header in card.headers()]:
+        assert (header[EPOCH_WORD], header[FAILED_WORD]) == (SOAK_STEPS, 0)
+
+
+def soak(rng, group, sizes, places, captured):
+    """One batch of steps: issued one by one, or captured on every card and replayed."""
+    for card in group:
+        card.poison()
+    for card in group:
+        if captured:
+            card.driver.capture(card.stream)
+        for _ in range(8):
+            card.spend(int(rng.integers(100)), int(rng.integers(1, BUSY_BLOCKS)), card.other)
+    for step, size in enumerate(sizes):
+        tokens = SOAK_TOKENS[size]
+        two_shot = tokens > 32 or bool(rng.integers(2))
+        late = rng.integers(12)
+        for i, card in enumerate(group):
+            if late == i:
+                card.spend(int(rng.integers(300)), 1, card.stream)
+            card.start(step, places[size][i], tokens, two_shot)
+    for card in group:
+        if captured:
+            card.driver.replay(card.stream)
+    for card in group:
+        card.driver.wait(card.stream)
 
 
 @pytest.fixture(params=fused.RANKS)
