@@ -99,7 +99,7 @@ class TailGeometry:
         steps = self.k_width // STEP
         if self.k_parts > 1:
             return steps
-        room = SHARED_BYTES - self.partial_bytes - 2 * self.buffer_bytes - self.parts[3]
+        room = SHARED_BYTES - self.partial_bytes - 2 * self.buffer_bytes - self.parts[2]
         return next(n for n in range(steps, -1, -1) if self.rows * _odd_lines(n) <= room)
 
     @property
@@ -144,8 +144,10 @@ class TailGeometry:
 
     @property
     def staged_tokens(self) -> int:
-        """Rows of latents that shared memory holds: a round's, or more for a reduction."""
+        """Rows of latents that shared memory holds: a round's, and what a cluster sums at once."""
         held = self.round_tokens * self.k_blocks
+        if self.two_shot:
+            return max(held, -(-self.max_tokens // (self.ranks * self.groups)))
         return held if self.round_tokens == 1 else max(held, 32)
 
     @property
@@ -169,16 +171,41 @@ class TailGeometry:
         return self.staged_tokens * self.k_blocks * self.row_warps * 4
 
     @property
-    def parts(self) -> tuple[int, int, int, int]:
-        """Offsets in shared memory of header and barriers, squares, latents, weights."""
-        squares = HEADER_WORDS * 4 + 128
+    def fetching_warps(self) -> int:
+        """The last warps, which start the copies of weights: one takes 28 ns a copy, two 17."""
+        return min(2, self.warps // 2)
+
+    @property
+    def fetching_threads(self) -> int:
+        """Threads of these warps."""
+        return 32 * self.fetching_warps
+
+    @property
+    def summing_warps(self) -> int:
+        """Warps that sum partial latents: the others."""
+        return self.warps - self.fetching_warps
+
+    @property
+    def barriers(self) -> int:
+        """Offset in shared memory of the barriers, after the warps' copies of the header."""
+        return self.warps * HEADER_WORDS * 4
+
+    @property
+    def num_barriers(self) -> int:
+        """One for the squares, two for buffers of sums, one for each tile of weights."""
+        return 3 + self.tiles
+
+    @property
+    def parts(self) -> tuple[int, int, int]:
+        """Offsets in shared memory of squares, latents, weights."""
+        squares = self.barriers + 256
         latents = squares + -(-self.squares_bytes // 128) * 128
-        return 0, squares, latents, latents + self.staged_tokens * self.row_bytes
+        return squares, latents, latents + self.staged_tokens * self.row_bytes
 
     @property
     def partials(self) -> int:
         """Offset of the sums by warps."""
-        return self.parts[3] + self.rows * self.weight_bytes
+        return self.parts[2] + self.rows * self.weight_bytes
 
     @property
     def sums(self) -> int:

@@ -58,21 +58,16 @@ from k3jax.runtime.program import Kernel
 from k3jax.runtime.workspace import (
     ARRIVALS_WORD,
     EPOCH_WORD,
-    HEADER_WORDS,
     PREVIOUS_WORD,
     RANK_WORD,
     SLOTS,
 )
 
-WEIGHTS, SQUARES, SUMS = 0, 1, 2
-BARRIERS = 4
-"""Shared-memory barriers of a block: of its weights, of the squares, of both buffers of sums."""
-
-FETCHING_WARPS = 4
-"""Warps of a block that start the copies of its weights."""
+SQUARES, SUMS, WEIGHTS = 0, 1, 3
+"""Shared-memory barriers of a block: the squares', both buffers of sums', each tile of weights'."""
 
 POLLED_LOADS = 8
-"""Loads of 16 bytes that a lane has in flight while it polls partial latents."""
+"""Most loads of 16 bytes that a lane has in flight while it polls partial latents."""
 STAGED_LOADS = 4
 """The same for finished rows."""
 WEIGHED_LOADS = 8
@@ -131,22 +126,25 @@ class TailKernel(Mailboxes, Kernel):
         words.cluster_arrive()
         self.fetch_weights(up_proj, own, up_proj_stride, smem)
         cute.arch.griddepcontrol_wait()
-        header = words.load_peer_word(own + thread % HEADER_WORDS * 4)
+        lane = thread % 32
+        header = [words.load_peer_word(own + lane * 4, offset) for offset in (0, 128)]
         piece = cute.make_rmem_tensor((4,), Uint32)
         self.load_piece(sources, self.spread_thread(), num_tokens, piece)
         factors = self.load_gain(gain)
         cute.arch.griddepcontrol_launch_dependents()
 
-        # Through a register: the word has been read when the barrier is passed.
-        if thread < HEADER_WORDS:
-            ptx.store_shared(smem + Uint32(thread * 4), header)
-        cute.arch.sync_threads()
-        epoch, _, previous, failed = ptx.load_shared_4(smem + Uint32(EPOCH_WORD * 4))
-        rank = ptx.load_shared(smem + Uint32(RANK_WORD * 4))
+        # Each warp has a copy: a barrier of the block would wait for the warps that start copies.
+        at = self.header(smem)
+        ptx.store_shared(at + Uint32(lane * 4), header[0])
+        ptx.store_shared(at + Uint32(lane * 4 + 128), header[1])
+        cute.arch.sync_warp()
+        epoch, _, previous, failed = ptx.load_shared_4(at + Uint32(EPOCH_WORD * 4))
+        rank = ptx.load_shared(at + Uint32(RANK_WORD * 4))
         if (failed != Uint32(0)) & (failed != epoch + Uint32(1)):
             self.arrive(own, epoch, num_tokens)
             self.fill_with_nan(out, num_tokens)
-            self.wait_for_weights(smem)
+            for tile in cutlass.range(self.tiles):
+                self.wait_for_weights(tile, smem)
             words.cluster_wait()
         else:
             slot = Int32(epoch % Uint32(SLOTS))
@@ -158,8 +156,9 @@ class TailKernel(Mailboxes, Kernel):
                 own, latent, factors, rank, slot, num_tokens, epoch, budget, eps, smem
             )
             held = self.load_weights(up_proj, rank * up_proj_stride)
-            self.arrive(own, epoch, num_tokens)
+            cute.arch.sync_threads()
             left = self.project(own, shared, out, held, rank, slot, num_tokens, epoch, left, smem)
+            self.arrive(own, epoch, num_tokens)
             if cutlass.const_expr(not self.scattered):
                 self.gather(own, out, rank, slot, num_tokens, epoch, left)
 
@@ -169,7 +168,7 @@ class TailKernel(Mailboxes, Kernel):
     def make_barriers(self, smem: Uint32):
         """Initialises the block's barriers, which other blocks use too."""
         if cute.arch.thread_idx()[0] == 0:
-            for barrier in cutlass.range_constexpr(BARRIERS):
+            for barrier in cutlass.range_constexpr(self.num_barriers):
                 ptx.barrier_init(self.barrier(smem, barrier), 1)
             words.fence_barrier_init()
         cute.arch.sync_threads()
@@ -177,31 +176,28 @@ class TailKernel(Mailboxes, Kernel):
     @cute.jit
     def barrier(self, smem: Uint32, index) -> Uint32:
         """Address of a barrier."""
-        return smem + Uint32(HEADER_WORDS * 4) + Uint32(index * 8)
+        return smem + Uint32(self.barriers) + Uint32(index * 8)
 
     @cute.jit
     def fetch_weights(self, up_proj: Int64, own: Int64, stride: Int32, smem: Uint32):
         """The last warps start the copies of the block's rows into shared memory."""
         lane = cute.arch.thread_idx()[0] - (self.threads - self.fetching_threads)
         if lane >= 0:
-            barrier = self.barrier(smem, WEIGHTS)
             width = self.kept_steps * STEP * 2
-            if lane == 0:
-                ptx.barrier_expect(barrier, Int32(self.rows * width))
+            for tile in cutlass.range(lane, self.tiles, self.fetching_threads):
+                ptx.barrier_expect(self.barrier(smem, WEIGHTS + tile), Int32(TILE_ROWS * width))
             rank = Int32(0)
             if stride != 0:  # else no copy need wait for the header
                 rank = Int32(words.load_peer_word(own, RANK_WORD * 4))
             policy = ptx.evict_first_policy()
             source = self.slice_of_row(up_proj, rank * stride)
-            for row in cutlass.range(lane, self.rows, self.fetching_threads):
-                target = smem + Uint32(self.parts[3]) + Uint32(row * self.weight_bytes)
+            # Warps take turns, so that tiles land in order.
+            turn = lane % 32 * self.fetching_warps + lane // 32
+            for row in cutlass.range(turn, self.rows, self.fetching_threads):
+                target = smem + Uint32(self.parts[2]) + Uint32(row * self.weight_bytes)
                 at = source + Int64(row) * (self.latent_size * 2)
+                barrier = self.barrier(smem, WEIGHTS + row // TILE_ROWS)
                 ptx.bulk_copy(target, at, Int32(width), barrier, policy)
-
-    @property
-    def fetching_threads(self) -> int:
-        """Threads that start copies: one warp takes 28 ns a copy, several 17."""
-        return 32 * min(FETCHING_WARPS, self.warps)
 
     @cute.jit
     def slice_of_row(self, up_proj: Int64, first_row: Int32) -> Int64:
@@ -211,9 +207,9 @@ class TailKernel(Mailboxes, Kernel):
         return up_proj + (Int64(row) * self.latent_size + block % self.k_blocks * self.k_width) * 2
 
     @cute.jit
-    def wait_for_weights(self, smem: Uint32):
-        """Returns once the copies have landed."""
-        ptx.barrier_wait(self.barrier(smem, WEIGHTS), Uint32(0))
+    def wait_for_weights(self, tile: Int32, smem: Uint32):
+        """Returns once the copies of a tile's rows have landed."""
+        ptx.barrier_wait(self.barrier(smem, WEIGHTS + tile), Uint32(0))
 
     @cute.jit
     def load_weights(self, up_proj: Int64, first_row: Int32):
@@ -251,9 +247,9 @@ class TailKernel(Mailboxes, Kernel):
     def arrive(self, own: Int64, epoch: Uint32, num_tokens: Int32):
         """Counts this block as past the header; the last one moves the header on.
 
-        It waits for the atomic, so it is called where weights are waited for.
+        It takes an atomic's time, in a warp that finishes no token, when nobody waits for it.
         """
-        if cute.arch.thread_idx()[0] == self.threads // 2:
+        if cute.arch.thread_idx()[0] == self.threads // 2 - 32:
             before = words.atomic_add(own + ARRIVALS_WORD * 4, Uint32(1))
             if before == Uint32(self.grid[0] - 1):
                 words.store_peer_word(own + ARRIVALS_WORD * 4, Uint32(0))
@@ -368,34 +364,31 @@ class TailKernel(Mailboxes, Kernel):
         part = warp % self.row_warps
         chunk = part * 32 + lane
         total = count * self.row_warps
-        at_once = max(POLLED_LOADS // self.ranks, 1)
-        # A lane past the slice's end repeats its last piece, a row past the last repeats that row.
+        # A lane past the slice's end repeats its last piece.
         place = (column + cutlass.min(chunk, self.chunks - 1) * 8) * 2
         mailbox = own + self.layout.latent + place
         mailbox = mailbox + Int64(slot) * (self.ranks * self.max_tokens * self.latent_size * 2)
         sources = (mailbox, latent + place)
 
-        for base in cutlass.range(warp, total, self.warps * at_once):
-            units = [base + i * self.warps for i in range(at_once)]
-            indices = [cutlass.min(unit, total - 1) // self.row_warps for unit in units]
-            rows = [first + index * stride for index in indices]
-            summed, left = self.sum_ranks(own, epoch, left, rank, sources, rows)
-            for i in cutlass.range_constexpr(at_once):
-                square = Float32(0.0)
-                if (chunk < self.chunks) & (units[i] < total):
-                    for word in cutlass.range_constexpr(4):
-                        low, high = ptx.low_float(summed[i][word]), ptx.high_float(summed[i][word])
-                        square = ptx.fused(high, high, ptx.fused(low, low, square))
-                    at = self.staged(smem, indices[i]) + Uint32(chunk * 16)
-                    words.store_shared_words(at, summed[i])
-                square = words.warp_sum(square)
-                if (lane < self.k_blocks) & (units[i] < total):
-                    place = indices[i] * self.k_blocks + block % self.k_blocks
-                    at = smem + Uint32(self.parts[1] + (place * self.row_warps + part) * 4)
-                    words.store_async(at, lane, [square], squares)
+        # The last warps are busy with copies at first.
+        start = cutlass.select_(warp < self.summing_warps, warp, total)
+        for unit in cutlass.range(start, total, self.summing_warps):
+            index = unit // self.row_warps
+            summed, left = self.sum_ranks(own, epoch, left, rank, sources, first + index * stride)
+            square = Float32(0.0)
+            if chunk < self.chunks:
+                for word in cutlass.range_constexpr(4):
+                    low, high = ptx.low_float(summed[word]), ptx.high_float(summed[word])
+                    square = ptx.fused(high, high, ptx.fused(low, low, square))
+                words.store_shared_words(self.staged(smem, index) + Uint32(chunk * 16), summed)
+            square = words.warp_sum(square)
+            if lane < self.k_blocks:
+                at = (index * self.k_blocks + block % self.k_blocks) * self.row_warps + part
+                at = smem + Uint32(self.parts[0] + at * 4)
+                words.store_async(at, lane, [square], squares)
         ptx.barrier_wait(squares, Uint32(0))
 
-        for unit in cutlass.range(warp, total, self.warps):
+        for unit in cutlass.range(start, total, self.summing_warps):
             index = unit // self.row_warps
             if chunk < self.chunks:
                 scale = self.scale_of(index, eps, smem)
@@ -409,51 +402,45 @@ class TailKernel(Mailboxes, Kernel):
                     self.send_to_all(smem, Int32(-1), to, normed)
                 else:
                     words.store_shared_words(at, normed)
-        cute.arch.sync_threads()
         return left
 
     @cute.jit
     def staged(self, smem: Uint32, index: Int32) -> Uint32:
         """A row's place in shared memory."""
-        return smem + Uint32(self.parts[2]) + Uint32(index * self.row_bytes)
+        return smem + Uint32(self.parts[1]) + Uint32(index * self.row_bytes)
 
     @cute.jit
-    def sum_ranks(self, own, epoch, left, rank, sources, rows):
-        """r(sum over ranks, in order) of 8 columns of some rows, and what is left of the budget.
+    def sum_ranks(self, own, epoch, left, rank, sources, row):
+        """r(sum over ranks, in order) of 8 columns of a row, and what is left of the budget.
 
         `sources` are the addresses of row 0 of rank 0's partials in the mailbox, and of the own
         partials.
         """
         mailbox, latent = sources
-        kept = self.kept_from(rank)
+        kept, row = self.kept_from(rank), Int64(row) * (self.latent_size * 2)
         batch = min(self.ranks, POLLED_LOADS)
-        sums = [[Float32(0.0)] * 8 for _ in rows]
-        got = cute.make_rmem_tensor((4 * batch * len(rows),), Uint32)
+        sums = [Float32(0.0)] * 8
+        got = cute.make_rmem_tensor((4 * batch,), Uint32)
         for base in cutlass.range_constexpr(0, self.ranks, batch):
             loads = []
-            for i in cutlass.range_constexpr(len(rows)):
-                row = Int64(rows[i]) * (self.latent_size * 2)
-                for sender in cutlass.range_constexpr(base, base + batch):
-                    at = mailbox + sender * (self.max_tokens * self.latent_size * 2)
-                    loads.append((cutlass.select_(kept == sender, latent, at) + row, 0, sender))
+            for sender in cutlass.range_constexpr(base, base + batch):
+                at = mailbox + sender * (self.max_tokens * self.latent_size * 2)
+                loads.append((cutlass.select_(kept == sender, latent, at) + row, 0, sender))
             self.look(loads, got)
             left = self.poll(own, epoch, left, kept, loads, got)
-            for i in cutlass.range_constexpr(len(rows)):
-                for sender in cutlass.range_constexpr(batch):
-                    for j in cutlass.range_constexpr(4):
-                        pair = got[4 * (batch * i + sender) + j]
-                        sums[i][2 * j] = sums[i][2 * j] + ptx.low_float(pair)
-                        sums[i][2 * j + 1] = sums[i][2 * j + 1] + ptx.high_float(pair)
-        return [
-            [ptx.round_pair(row[2 * j], row[2 * j + 1]) for j in range(4)] for row in sums
-        ], left
+            for sender in cutlass.range_constexpr(batch):
+                for j in cutlass.range_constexpr(4):
+                    pair = got[4 * sender + j]
+                    sums[2 * j] = sums[2 * j] + ptx.low_float(pair)
+                    sums[2 * j + 1] = sums[2 * j + 1] + ptx.high_float(pair)
+        return [ptx.round_pair(sums[2 * j], sums[2 * j + 1]) for j in range(4)], left
 
     @cute.jit
     def scale_of(self, index: Int32, eps: Float32, smem: Uint32) -> Float32:
         """rsqrt(mean of squares + eps) of a row, from the cluster's partial sums in order."""
         total = Float32(0.0)
         count = self.k_blocks * self.row_warps
-        at = smem + Uint32(self.parts[1]) + Uint32(index * (count * 4))
+        at = smem + Uint32(self.parts[0]) + Uint32(index * (count * 4))
         for i in cutlass.range_constexpr(0, count, 2):
             low, high = ptx.load_shared_floats(at + Uint32(i * 4))
             total = (total + low) + high
@@ -476,15 +463,15 @@ class TailKernel(Mailboxes, Kernel):
             token, column, here = self.finished(count)
             loads = self.shared_loads(own, slot, first + token, column)
             partials = cute.make_rmem_tensor((self.ranks,), Uint32)
-            mine = Uint32(0)
             if here:
                 self.look(loads, partials)
-                at = Int64(first + token) * self.hidden_size + rank * self.layout.columns + column
-                mine = words.load_word(shared + at * 2)
-            self.wait_for_weights(smem)
             if cute.arch.thread_idx()[0] < 32 * self.multipliers:
                 for group in cutlass.range(0, count, 8 * self.token_tiles):
                     self.multiply(held, rows, count, group, smem)
+            mine = Uint32(0)
+            if here:
+                at = Int64(first + token) * self.hidden_size + rank * self.layout.columns + column
+                mine = words.load_word(shared + at * 2)
             cute.arch.sync_threads()
             self.hand_over(count, number, smem)
             word = Uint32(0)
@@ -536,7 +523,8 @@ class TailKernel(Mailboxes, Kernel):
         zero = Float32(0.0)
         width = 2 // tiles  # two chains of dependent products either way
         chains = [[(zero, zero, zero, zero) for _ in range(width)] for _ in range(tiles)]
-        kept = smem + Uint32(self.parts[3]) + offset
+        self.wait_for_weights(tile, smem)
+        kept = smem + Uint32(self.parts[2]) + offset
         kept = kept + Uint32((tile * TILE_ROWS + lane // 4) * self.weight_bytes)
         for step in cutlass.range_constexpr(self.steps):
             above, below = self.step_weights(held, step, kept)
