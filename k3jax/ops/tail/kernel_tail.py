@@ -6,12 +6,14 @@ Schedule. The grid is `groups` clusters of `k_blocks` blocks, at most one block 
 and one launch does everything. Block b of cluster g owns slice b of the latent (L / k_blocks
 columns) and, with its cluster, share g of the rank's rows of the up-projection.
 
-- At entry the last warps start bulk copies of the block's weights into shared memory, before
-  `griddepcontrol.wait`: nothing on the device writes weights. Bulk copies, because 57 KB of loads
-  would fill the queue that every other access of the multiprocessor goes through: the header was
-  2 us late behind them. What shared memory cannot hold (a fifth at TP=2) goes into registers, after
-  the reduction has polled. Every lane loads what depends on nothing: a word of the header, its
-  first piece of the partials, its part of the norm's gain.
+- At entry the last warps start bulk copies of the block's weights into shared memory, tile by tile,
+  before `griddepcontrol.wait`: nothing on the device writes weights. Bulk copies, because 57 KB of
+  loads would fill the queue that every other access of the multiprocessor goes through. Starting
+  one takes 17 ns, 4 us for all at TP=2, so the other warps do without these at first: they have
+  their own copies of the header, and no barrier of the block comes before the norm is done. What
+  shared memory cannot hold (a fifth at TP=2) goes into registers, after the reduction has polled.
+  Every lane loads what depends on nothing: words of the header, its first piece of the partials,
+  its part of the norm's gain.
 - All blocks publish to the other ranks: partial latents (or the weighted sum of the unfinalised
   rows) and slices of the shared partial, spread over the grid by warps. Then the upper half of the
   warps re-arms the previous slot, while the lower one polls. What a rank needs of its own partials
@@ -21,15 +23,15 @@ columns) and, with its cluster, share g of the rank's rows of the up-projection.
   shared memory), which add them in one order. In one shot every cluster does every row, its
   block b only slice b, so n is where the product wants it. In two shots cluster g does rows
   g, g + groups, .. of those that the rank owns and stores n to all ranks; then every block
-  polls its slice of all rows. The header moves on after that: counting the blocks takes an atomic's
-  time, which nobody should wait for.
+  polls its slice of all rows.
 - Project: m16n8k16 with 16 weight rows as A and 8 tokens as B. A lane's 16 bytes are 8 adjacent k
   of a row, where the instruction wants 2 + 2 at distance 8; as weights and latents are permuted
   alike, the sum over k is the same and nothing is shuffled. The warps' sums are added up and go to
   the block of the cluster that finishes the token, which adds them in order, rounds, adds the
   shared partials (looked at before the product, polled after it), writes its columns of the result
   and publishes them to the other ranks. Tokens are taken in rounds, on two buffers.
-- Gather: every lane polls its pieces of the other ranks' columns and writes the result.
+- Gather: every lane polls its pieces of the other ranks' columns and writes the result. Before that
+  one thread counts the block; the last block moves the header on. Nobody waits for this atomic.
 
 Blocks of a cluster hand each other float32 by `st.async`, counted on the receiver's barrier. A
 cluster barrier would do, but one that releases the stores waits until everything that a thread has
