@@ -13,7 +13,13 @@
 
 namespace k3jax {
 
-enum class FailureKind { kInvalidArgument, kFailedPrecondition, kInternal };
+enum class FailureKind : int {
+  kInvalidArgument,
+  kFailedPrecondition,
+  kDeadlineExceeded,
+  kUnavailable,
+  kInternal
+};
 
 class Failure : public std::runtime_error {
  public:

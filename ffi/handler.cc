@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "failure.h"
+#include "ffi_error.h"
 #include "launch.h"
 #include "program.h"
 #include "xla/ffi/api/ffi.h"
@@ -29,18 +30,6 @@ struct ProgramState {
 
 ffi::TypeId ProgramState::id = {};
 ffi::TypeInfo program_state_info = ffi::MakeTypeInfo<ProgramState>();
-
-ffi::Error ToError(const std::exception& error) {
-  const auto* failure = dynamic_cast<const Failure*>(&error);
-  ffi::ErrorCode code = ffi::ErrorCode::kInternal;
-  if (failure && failure->kind() == FailureKind::kInvalidArgument) {
-    code = ffi::ErrorCode::kInvalidArgument;
-  }
-  if (failure && failure->kind() == FailureKind::kFailedPrecondition) {
-    code = ffi::ErrorCode::kFailedPrecondition;
-  }
-  return ffi::Error(code, Concat("k3jax: ", error.what()));
-}
 
 ffi::ErrorOr<std::unique_ptr<ProgramState>> Instantiate(std::string_view name,
                                                         std::string_view arch,

@@ -14,9 +14,8 @@
 namespace k3jax::tail {
 namespace {
 
-constexpr size_t kRememberedRuns = 1024;
 constexpr uint32_t kNobody = 0xffffffff;
-constexpr std::chrono::minutes kPatience{10};  // for a process that still compiles
+constexpr std::chrono::minutes kPatience{10};  // with a process that is busy, perhaps compiling
 
 struct Groups {
   std::mutex mutex;
@@ -67,6 +66,11 @@ uint64_t OpenPeer(int device, int64_t rank, const cuda::IpcHandle& handle) {
   return address;
 }
 
+void Synchronize(int device) {
+  cuda::ContextScope scope(cuda::PrimaryContext(device));
+  cuda::Check(cuda::GetDriver().cuCtxSynchronize(), Concat("waiting for device ", device));
+}
+
 void Split(uint64_t address, uint32_t* words) {
   words[0] = static_cast<uint32_t>(address);
   words[1] = static_cast<uint32_t>(address >> 32);
@@ -112,12 +116,18 @@ DeviceGroup::DeviceGroup(const std::vector<int>& devices, const Layout& layout, 
     rank.note = static_cast<uint32_t*>(note);
     ranks_.push_back(std::move(rank));
   }
+  if (ranks_.size() == devices.size()) Share(Segment::Private(SharedBytes()), true);
 }
 
-void DeviceGroup::MeetIn(std::unique_ptr<Segment> segment) {
+size_t DeviceGroup::SharedBytes() { return Executions::NumBytes() + Meeting::NumBytes(); }
+
+void DeviceGroup::Share(std::unique_ptr<Segment> segment, bool created) {
   std::vector<int64_t> own;
   for (const Rank& rank : ranks_) own.push_back(rank.number);
-  meeting_ = std::make_unique<Meeting>(std::move(segment), layout_.ranks, own);
+  segment->Claim(own);
+  executions_ = std::make_unique<Executions>(*segment, layout_.ranks, created);
+  meeting_ = std::make_unique<Meeting>(*segment, Executions::NumBytes(), layout_.ranks, own);
+  segment_ = std::move(segment);
 }
 
 std::vector<cuda::IpcHandle> DeviceGroup::Handles() const {
@@ -131,7 +141,6 @@ std::vector<cuda::IpcHandle> DeviceGroup::Handles() const {
 }
 
 void DeviceGroup::Connect(const std::vector<cuda::IpcHandle>& handles) {
-  std::lock_guard<std::mutex> lock(mutex_);
   std::vector<uint64_t> here(devices_.size());
   for (const Rank& rank : ranks_) here[rank.number] = rank.address;
   for (Rank& rank : ranks_) {
@@ -178,81 +187,66 @@ void DeviceGroup::ArmRank(const Rank& rank) {
 void DeviceGroup::Admit(int device, int64_t run, const ProgramId* newcomer) {
   Rank& rank = *std::find_if(ranks_.begin(), ranks_.end(),
                              [device](const Rank& rank) { return rank.device == device; });
-  Admit(rank, run);
-  if (meeting_ && newcomer) meeting_->Attend(rank.number, *newcomer, kPatience);
-}
-
-void DeviceGroup::Admit(Rank& rank, int64_t run) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  auto number = [this](int64_t index) {
-    const int64_t forgotten = num_runs_ - static_cast<int64_t>(runs_.size());
-    return index < forgotten ? -1 : runs_[index - forgotten];
-  };
-  if (rank.runs > 0 && number(rank.runs - 1) == run) return;  // another call of the same run
-  if (rank.runs < num_runs_) {
-    if (number(rank.runs) != run) {
-      Refuse(Concat("device ", rank.device, " comes to run ", run, " where another one had run ",
-                    number(rank.runs),
-                    ": one workspace serves one program at a time, on all of its devices; run them "
-                    "one after the other"));
-    }
-  } else {
-    if (!refusal_.empty()) Refuse(refusal_);
-    for (const Rank& rank : ranks_) {
-      const uint32_t note = *rank.note;
-      if (note == kNobody) continue;
-      const bool ended = meeting_ && meeting_->Abandoned(note);
-      Refuse(Concat("rank ", rank.number, " gave up waiting for rank ", note,
-                    ended ? ", whose process has ended (start all processes again)" : "",
-                    ", and results since then are NaN"));
-    }
-    runs_.push_back(run);
-    if (runs_.size() > kRememberedRuns) runs_.pop_front();
-    ++num_runs_;
+  const auto [execution, is_new] = executions_->NumberOf(run);
+  if (is_new) Raise(execution);
+  Expect(rank, execution);
+  executions_->ThrowIfFailed(execution);
+  if (executions_->MustRecover(rank.number)) {
+    Synchronize(device);
+    executions_->Recover(rank.number, execution, Deadline(kPatience), [&] { ArmRank(rank); });
   }
-  ++rank.runs;
+  if (newcomer) meeting_->Attend(rank.number, *newcomer, kPatience);
 }
 
-void DeviceGroup::Refuse(const std::string& reason) {
-  refusal_ = reason;
-  throw Failure(
-      FailureKind::kFailedPrecondition,
-      Concat("the fused tail runs no further: ", reason,
-             ". Reset its workspaces on all ranks (k3jax.ops.tail.api.reset_workspaces)"));
+// The first device to come to an execution decides for all: it fails if a call has failed before it
+// and nobody in this process has heard of that yet.
+void DeviceGroup::Raise(int64_t execution) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const bool failed = executions_->MustRecover(ranks_.front().number);
+  if (raised_ && failed) return;
+  raised_ = true;
+  for (const Rank& rank : ranks_) {
+    const uint32_t awaited = *rank.note;
+    if (awaited == kNobody) continue;
+    const char* after = segment_->Abandoned(awaited)
+                            ? ", whose process has ended: start all processes of the group again"
+                            : ", and results since then are NaN. The step after this one starts "
+                              "afresh";
+    executions_->Fail(execution, FailureKind::kFailedPrecondition,
+                      Concat("rank ", rank.number, " of the fused tail gave up waiting for rank ",
+                             awaited, after));
+  }
+  if (failed) executions_->FailAgain(execution);
+  raised_ = false;
+}
+
+void DeviceGroup::Expect(Rank& rank, int64_t execution) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const int64_t last = rank.execution;
+  const int64_t failed = executions_->failed();
+  rank.execution = std::max(last, execution);
+  if (execution == last || execution <= failed || execution == std::max(last, failed) + 1) return;
+  raised_ = true;
+  executions_->Fail(rank.execution, FailureKind::kFailedPrecondition,
+                    Concat("device ", rank.device, " comes to execution ", execution,
+                           " of the fused tail after ", last,
+                           ": one workspace serves one program at a time, on all of its devices; "
+                           "run them one after the other"));
 }
 
 void DeviceGroup::Check() {
-  Quiesce();
+  for (const Rank& rank : ranks_) Synchronize(rank.device);
   for (const Rank& rank : ranks_) {
     cuda::ContextScope scope(cuda::PrimaryContext(rank.device));
     uint32_t header[kHeaderWords];
     cuda::Check(cuda::GetDriver().cuMemcpyDtoH(header, rank.address, sizeof(header)),
                 Concat("reading the workspace of device ", rank.device));
     if (header[kFailedWord] == 0) continue;
-    throw Failure(FailureKind::kInternal,
-                  Concat("the fused tail gave up in call ", header[kFailedWord] - 1, ": rank ",
-                         rank.number, " waited for rank ", *rank.note,
-                         "; results since then are NaN. Reset its workspaces on all ranks "
-                         "(k3jax.ops.tail.api.reset_workspaces)"));
+    throw Failure(
+        FailureKind::kInternal,
+        Concat("the fused tail gave up in call ", header[kFailedWord] - 1, ": rank ", rank.number,
+               " waited for rank ", *rank.note, "; results since then are NaN"));
   }
-}
-
-void DeviceGroup::Quiesce() {
-  for (const Rank& rank : ranks_) {
-    cuda::ContextScope scope(cuda::PrimaryContext(rank.device));
-    cuda::Check(cuda::GetDriver().cuCtxSynchronize(), Concat("waiting for device ", rank.device));
-  }
-}
-
-void DeviceGroup::Arm() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  for (Rank& rank : ranks_) {
-    ArmRank(rank);
-    rank.runs = 0;
-  }
-  runs_.clear();
-  num_runs_ = 0;
-  refusal_.clear();
 }
 
 }  // namespace k3jax::tail
@@ -273,13 +267,13 @@ const char* k3jax_tail_allocate(const int32_t* devices, int64_t slot, int64_t ra
   });
 }
 
-const char* k3jax_tail_meet(const int32_t* devices, int64_t slot, int64_t ranks, const char* name,
-                            int64_t create) {
+const char* k3jax_tail_share(const int32_t* devices, int64_t slot, int64_t ranks, const char* name,
+                             int64_t create) {
   using namespace k3jax::tail;
   return k3jax::Guard([&] {
-    size_t num_bytes = Meeting::NumBytes();
+    size_t num_bytes = DeviceGroup::SharedBytes();
     DeviceGroup::Get({devices, devices + ranks}, slot)
-        .MeetIn(create ? Segment::Create(name, num_bytes) : Segment::Open(name, num_bytes));
+        .Share(create ? Segment::Create(name, num_bytes) : Segment::Open(name, num_bytes), create);
   });
 }
 
@@ -296,16 +290,6 @@ const char* k3jax_tail_connect(const int32_t* devices, int64_t slot, int64_t ran
 const char* k3jax_tail_check(const int32_t* devices, int64_t slot, int64_t ranks) {
   return k3jax::Guard(
       [&] { k3jax::tail::DeviceGroup::Get({devices, devices + ranks}, slot).Check(); });
-}
-
-const char* k3jax_tail_quiesce(const int32_t* devices, int64_t slot, int64_t ranks) {
-  return k3jax::Guard(
-      [&] { k3jax::tail::DeviceGroup::Get({devices, devices + ranks}, slot).Quiesce(); });
-}
-
-const char* k3jax_tail_arm(const int32_t* devices, int64_t slot, int64_t ranks) {
-  return k3jax::Guard(
-      [&] { k3jax::tail::DeviceGroup::Get({devices, devices + ranks}, slot).Arm(); });
 }
 
 }  // extern "C"

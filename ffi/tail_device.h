@@ -7,13 +7,12 @@
 #define K3JAX_FFI_TAIL_DEVICE_H_
 
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <vector>
 
 #include "driver.h"
+#include "tail_executions.h"
 #include "tail_layout.h"
 #include "tail_meeting.h"
 #include "tail_segment.h"
@@ -33,8 +32,10 @@ class DeviceGroup {
   // One that was created; throws a Failure if it was not.
   static DeviceGroup& Get(const std::vector<int>& devices, int64_t slot);
 
-  // Where the ranks of several processes meet; before Connect, in such a group.
-  void MeetIn(std::unique_ptr<Segment> segment);
+  // Memory of the host that all processes of the group share, before Connect; there is some from
+  // the start if all ranks live here. Whoever creates it comes first.
+  void Share(std::unique_ptr<Segment> segment, bool created);
+  static size_t SharedBytes();
 
   // What another process opens the workspaces of this process's ranks with; zeros for the others.
   std::vector<cuda::IpcHandle> Handles() const;
@@ -43,17 +44,13 @@ class DeviceGroup {
   // registers it. No program may run before this is done on all ranks.
   void Connect(const std::vector<cuda::IpcHandle>& handles);
 
-  // The Admission of each device. Throws a Failure if a call has failed, or if the devices take
-  // their runs in different orders; refuses a run on all devices of this process or on none. Meets
-  // other processes if the program is a newcomer.
+  // The Admission of each device. Refuses a run, on all devices, if a call has failed before it or
+  // if the devices take runs in different orders; the run after that starts afresh, once all ranks
+  // have come to it. Meets other processes if the program is a newcomer.
   void Admit(int device, int64_t run, const ProgramId* newcomer);
 
   // Throws a Failure that names who waited for whom if a call has failed. Waits for the devices.
   void Check();
-
-  // Reset in two steps, for once all ranks have done the first and nobody publishes any more.
-  void Quiesce();
-  void Arm();
 
  private:
   struct Rank {
@@ -62,23 +59,23 @@ class DeviceGroup {
     uint64_t address;
     volatile uint32_t* note;      // host memory; the kernel writes whom it gave up on
     std::vector<uint64_t> peers;  // the workspaces of all ranks, as this device sees them
-    int64_t runs = 0;             // how many it has been admitted to
+    int64_t execution = 0;        // the last one that came here
   };
 
   DeviceGroup(const std::vector<int>& devices, const Layout& layout, int64_t slot);
-  void Admit(Rank& rank, int64_t run);
   void ArmRank(const Rank& rank);
-  [[noreturn]] void Refuse(const std::string& reason);
+  void Expect(Rank& rank, int64_t execution);
+  void Raise(int64_t execution);
 
   const std::vector<int> devices_;
   const Layout layout_;
   const int64_t slot_;
+  std::vector<Rank> ranks_;  // those here
+  std::unique_ptr<Segment> segment_;
+  std::unique_ptr<Executions> executions_;
   std::unique_ptr<Meeting> meeting_;
-  std::mutex mutex_;          // guards the rest
-  std::vector<Rank> ranks_;   // those here
-  std::deque<int64_t> runs_;  // in the order of their first admission, the newest last
-  int64_t num_runs_ = 0;
-  std::string refusal_;  // why no run is admitted until a reset, empty if they are
+  std::mutex mutex_;     // guards the next one, and `execution` of the ranks
+  bool raised_ = false;  // whether somebody here has heard of the last failure
 };
 
 }  // namespace k3jax::tail

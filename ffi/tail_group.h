@@ -1,40 +1,21 @@
-// The ranks of one tensor-parallel group on the host: their workspaces, who is inside a call, and
-// what happens after a failure. docs/protocol.md is the specification.
+// The ranks of one tensor-parallel group on the host: their workspaces, and their passage through a
+// call. docs/protocol.md is the specification.
 
 #ifndef K3JAX_FFI_TAIL_GROUP_H_
 #define K3JAX_FFI_TAIL_GROUP_H_
 
 #include <chrono>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "tail_executions.h"
 #include "tail_layout.h"
 #include "tail_segment.h"
 
 namespace k3jax::tail {
-
-enum class ErrorKind : int {
-  kInvalidArgument,
-  kFailedPrecondition,
-  kDeadlineExceeded,
-  kUnavailable
-};
-
-// Ends the failing execution on every rank of the group.
-class TailError : public std::runtime_error {
- public:
-  TailError(ErrorKind kind, const std::string& message)
-      : std::runtime_error(message), kind_(kind) {}
-  ErrorKind kind() const { return kind_; }
-
- private:
-  ErrorKind kind_;
-};
 
 // What all ranks must agree on before anybody polls for data.
 struct CallFacts {
@@ -47,8 +28,6 @@ struct CallFacts {
   static CallFacts Unpack(uint64_t word);
   std::string Describe() const;
 };
-
-struct Control;
 
 class Group {
  public:
@@ -80,23 +59,16 @@ class Group {
   // Admits a rank and returns the number of its execution.
   int64_t Enter(int64_t rank, int64_t run);
   void Leave(int64_t rank);
-  int64_t NumberOf(int64_t run);
   void Arm(int64_t rank);
-
-  // Ends this execution and those before it on all ranks.
-  [[noreturn]] void Fail(int64_t execution, ErrorKind kind, const std::string& message);
-  [[noreturn]] void ThrowFailure();
 
   const Layout layout_;
   const std::unique_ptr<Segment> segment_;
-  Control* const control_;
+  Executions executions_;
   uint64_t* const facts_;       // [reader, slot, from]; 0 is armed
   uint32_t* const workspaces_;  // one a rank
 
-  std::mutex mutex_;             // guards the rest, which concerns the ranks of this process
-  std::vector<int64_t> inside_;  // the execution that is inside on each rank, 0 for none
-  std::deque<int64_t> runs_;     // XLA's numbers of the last executions, the newest last
-  int64_t executions_ = 0;
+  std::mutex mutex_;
+  std::vector<int64_t> inside_;  // the execution that is inside on each rank here, 0 for none
 };
 
 // One rank's passage through one call: owns the epoch, the polling budget and all mailbox access.
@@ -124,18 +96,16 @@ class Call {
   void Receive(int64_t from, int64_t at, uint32_t* words, int64_t count);
 
  private:
-  void Recover();
   void Agree(CallFacts facts);
 
-  // Waits until something that rank `from` does has come about.
   template <typename Condition>
-  void Await(int64_t from, Condition condition);
-  void LookAround(int64_t from);
+  void Await(int64_t from, Condition condition) {
+    group_.executions_.Await(rank_, execution_, from, deadline_, condition);
+  }
 
   Group& group_;
   const int64_t rank_;
-  const std::chrono::milliseconds budget_;
-  const std::chrono::steady_clock::time_point deadline_;
+  const Deadline deadline_;
   int64_t execution_ = 0;
   uint32_t epoch_ = 0;
   uint32_t previous_ = 0;  // the header's word about the call before

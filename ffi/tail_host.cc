@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "failure.h"
+#include "ffi_error.h"
 #include "tail_group.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -194,22 +195,8 @@ class Tail {
   const bool scattered_;
 };
 
-ffi::ErrorCode Code(ErrorKind kind) {
-  switch (kind) {
-    case ErrorKind::kInvalidArgument:
-      return ffi::ErrorCode::kInvalidArgument;
-    case ErrorKind::kFailedPrecondition:
-      return ffi::ErrorCode::kFailedPrecondition;
-    case ErrorKind::kDeadlineExceeded:
-      return ffi::ErrorCode::kDeadlineExceeded;
-    case ErrorKind::kUnavailable:
-      return ffi::ErrorCode::kUnavailable;
-  }
-  return ffi::ErrorCode::kInternal;
-}
-
 void Want(bool fine, const char* what) {
-  if (!fine) throw TailError(ErrorKind::kInvalidArgument, Concat("k3jax_tail: ", what));
+  if (!fine) throw Failure(FailureKind::kInvalidArgument, Concat("k3jax_tail: ", what));
 }
 
 template <ffi::DataType dtype>
@@ -298,10 +285,8 @@ ffi::Error Execute(ffi::RunId run, ffi::RemainingArgs operands,
               std::chrono::milliseconds(budget_ms));
     Tail(call, in, two_shot, scattered).Run(reinterpret_cast<Half*>(y->untyped_data()));
     return ffi::Error::Success();
-  } catch (const TailError& error) {
-    return ffi::Error(Code(error.kind()), error.what());
   } catch (const std::exception& error) {
-    return ffi::Error(ffi::ErrorCode::kInternal, Concat("k3jax_tail: ", error.what()));
+    return ToError(error);
   }
 }
 

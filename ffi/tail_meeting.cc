@@ -1,7 +1,6 @@
 #include "tail_meeting.h"
 
 #include <thread>
-#include <utility>
 
 #include "failure.h"
 #include "tail_layout.h"
@@ -20,9 +19,10 @@ struct Meeting::Arrivals {
   Program programs[2];
 };
 
-Meeting::Meeting(std::unique_ptr<Segment> segment, int64_t ranks, const std::vector<int64_t>& own)
-    : segment_(std::move(segment)), elsewhere_(ranks, true) {
-  segment_->Claim(own);
+Meeting::Meeting(Segment& segment, size_t offset, int64_t ranks, const std::vector<int64_t>& own)
+    : segment_(segment),
+      arrivals_(reinterpret_cast<Arrivals*>(segment.data() + offset)),
+      elsewhere_(ranks, true) {
   for (int64_t rank : own) elsewhere_[rank] = false;
 }
 
@@ -30,7 +30,7 @@ size_t Meeting::NumBytes() { return kMaxRanks * sizeof(Arrivals); }
 
 void Meeting::Attend(int64_t rank, const ProgramId& program, std::chrono::milliseconds patience) {
   const auto deadline = std::chrono::steady_clock::now() + patience;
-  Arrivals& own = arrivals()[rank];
+  Arrivals& own = arrivals_[rank];
   const int64_t count = own.count + 1;
   Arrivals::Program& brought = own.programs[count % 2];
   brought.digest = program.digest;
@@ -44,8 +44,8 @@ void Meeting::Attend(int64_t rank, const ProgramId& program, std::chrono::millis
   };
   for (size_t other = 0; other < elsewhere_.size(); ++other) {
     if (!elsewhere_[other]) continue;
-    while (__atomic_load_n(&arrivals()[other].count, __ATOMIC_ACQUIRE) < count) {
-      if (Abandoned(other)) {
+    while (__atomic_load_n(&arrivals_[other].count, __ATOMIC_ACQUIRE) < count) {
+      if (segment_.Abandoned(other)) {
         fail(Concat("the process of rank ", other, " has ended; start all processes again"));
       }
       if (std::chrono::steady_clock::now() > deadline) {
@@ -54,7 +54,7 @@ void Meeting::Attend(int64_t rank, const ProgramId& program, std::chrono::millis
       }
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
-    const Arrivals::Program& theirs = arrivals()[other].programs[count % 2];
+    const Arrivals::Program& theirs = arrivals_[other].programs[count % 2];
     if (theirs.digest == brought.digest) continue;
     // The count stays: the others shall see the difference too.
     throw Failure(FailureKind::kInvalidArgument,

@@ -9,7 +9,6 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -20,8 +19,8 @@ namespace k3jax::tail {
 
 class Meeting {
  public:
-  // `own` are the ranks of this process; the segment has NumBytes.
-  Meeting(std::unique_ptr<Segment> segment, int64_t ranks, const std::vector<int64_t>& own);
+  // `own` are the ranks of this process; the segment has NumBytes from `offset` on.
+  Meeting(Segment& segment, size_t offset, int64_t ranks, const std::vector<int64_t>& own);
 
   static size_t NumBytes();
 
@@ -29,15 +28,11 @@ class Meeting {
   // one brings another program, does not come in time, or has ended; then this did not count.
   void Attend(int64_t rank, const ProgramId& program, std::chrono::milliseconds patience);
 
-  // Whether the process of a rank has ended.
-  bool Abandoned(int64_t rank) const { return segment_->Abandoned(rank); }
-
  private:
   struct Arrivals;
 
-  Arrivals* arrivals() const { return reinterpret_cast<Arrivals*>(segment_->data()); }
-
-  const std::unique_ptr<Segment> segment_;
+  Segment& segment_;
+  Arrivals* const arrivals_;  // one a rank
   std::vector<bool> elsewhere_;
 };
 

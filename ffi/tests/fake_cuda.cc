@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <mutex>
 
 #include "../driver.h"
 
@@ -43,10 +44,12 @@ constexpr Result kInvalidImage = 200;
 
 FakeCuda fake;
 ContextOpaque contexts[kNumDevices] = {{0}, {1}};
-std::vector<Context> context_stack;
+thread_local std::vector<Context> context_stack;
+std::mutex mutex;  // guards what `fake` counts
 
 // Counts the call; the error that a test asked for, or success.
 Result Called(const char* function) {
+  std::lock_guard<std::mutex> lock(mutex);
   ++fake.calls[function];
   auto failure = fake.failures.find(function);
   return failure == fake.failures.end() ? 0 : failure->second;
@@ -119,14 +122,14 @@ Result cuCtxGetCurrent(Context* context) {
 
 Result cuCtxPushCurrent_v2(Context context) {
   context_stack.push_back(context);
-  ++fake.context_depth;
+  fake.context_depth = context_stack.size();
   return Called("cuCtxPushCurrent");
 }
 
 Result cuCtxPopCurrent_v2(Context* context) {
   *context = context_stack.back();
   context_stack.pop_back();
-  --fake.context_depth;
+  fake.context_depth = context_stack.size();
   return Called("cuCtxPopCurrent");
 }
 

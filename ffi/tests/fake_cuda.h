@@ -8,6 +8,7 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <map>
@@ -36,7 +37,7 @@ struct FakeCuda {
   std::map<std::string, int> non_portable;  // by entry
   std::vector<int> active_devices;          // whose primary contexts exist
   bool all_peers = false;                   // else only device 0 can address its peer
-  int context_depth = 0;                    // pushes less pops
+  std::atomic<int> context_depth{0};        // pushes less pops of the thread that last did either
 };
 
 // Opens the fake driver named by the one argument, or prints why not and returns null.

@@ -3,8 +3,11 @@
 #include "../tail_device.h"
 
 #include <cstdint>
+#include <string>
+#include <thread>
 #include <vector>
 
+#include "../failure.h"
 #include "../workspace.h"
 #include "check.h"
 #include "fake_cuda.h"
@@ -99,6 +102,9 @@ TEST(RanksOfTwoProcessesFindEachOtherByHandles) {
   DeviceGroup& second = DeviceGroup::Create({kElsewhere, 1}, kLayout, 5);
   std::vector<cuda::IpcHandle> handles = {first.Handles()[0], second.Handles()[1]};
   CHECK_THROWS(WorkspaceAddress(0, 5), "no workspace 5");
+  for (DeviceGroup* group : {&first, &second}) {
+    group->Share(Segment::Private(DeviceGroup::SharedBytes()), true);
+  }
   first.Connect(handles);
   second.Connect(handles);
   for (int device : {0, 1}) {
@@ -119,41 +125,73 @@ TEST(RanksOfTwoProcessesFindEachOtherByHandles) {
   CHECK(fake->context_depth == 0);
 }
 
-TEST(AFailureStopsAllRunsThatStartAfterItUntilAReset) {
-  DeviceGroup& group = CreateHere({0, 1}, 6);
-  for (int64_t run : {10, 11}) {
-    for (int device : {0, 1, 1, 0}) AdmitRun(device, 6, run, nullptr);  // two calls a run
-  }
-  AdmitRun(1, 6, 12, nullptr);
-  Words(1, 6)[kEpochWord] = 7;
-  Words(1, 6)[kLayout.latent_at(1, 0, 2)] = 17;
-  GiveUp(1, 6, 0);
-  AdmitRun(0, 6, 12, nullptr);  // the run has begun elsewhere: all devices or none
-  fake->calls.clear();
+// Two devices come to a run at the same time; what each was told, or "".
+std::vector<std::string> RunOnBoth(int64_t slot, int64_t run) {
+  std::vector<std::string> said(2);
+  std::vector<std::thread> threads;
   for (int device : {0, 1}) {
-    CHECK_THROWS(AdmitRun(device, 6, 13, nullptr), "rank 1 gave up waiting for rank 0", "NaN",
-                 "reset_workspaces");
+    threads.emplace_back([&said, slot, run, device] {
+      try {
+        AdmitRun(device, slot, run, nullptr);
+      } catch (const Failure& failure) {
+        said[device] = failure.what();
+      }
+    });
   }
-  CHECK(fake->calls.empty());  // asks no device
-  CHECK_THROWS(group.Check(), "call 7", "rank 1 waited for rank 0", "reset_workspaces");
-  group.Quiesce();
-  group.Arm();
-  group.Check();
-  CHECK(Words(1, 6)[kEpochWord] == 0);
-  CHECK(Armed(Words(1, 6)));
-  for (int device : {1, 0}) AdmitRun(device, 6, 14, nullptr);
+  for (std::thread& thread : threads) thread.join();
+  return said;
+}
+
+bool Admitted(const std::vector<std::string>& said) { return said[0].empty() && said[1].empty(); }
+
+TEST(TheRunAfterAFailureIsRefusedOnAllDevicesAndTheNextStartsAfresh) {
+  DeviceGroup& group = CreateHere({0, 1}, 6);
+  int64_t run = 10;
+  for (int round = 0; round < 3; ++round) {
+    for (int i = 0; i < 2000; ++i, ++run) {
+      for (int device : {0, 1, 1, 0}) AdmitRun(device, 6, run, nullptr);  // two calls a run
+    }
+    AdmitRun(1, 6, run, nullptr);
+    Words(1, 6)[kEpochWord] = 7;
+    Words(1, 6)[kLayout.latent_at(1, 0, 2)] = 17;
+    GiveUp(1, 6, 0);
+    AdmitRun(0, 6, run, nullptr);  // it has begun elsewhere: all devices or none
+    CHECK_THROWS(group.Check(), "call 7", "rank 1 waited for rank 0");
+    fake->calls.clear();
+    for (int device : {1, 0}) {
+      CHECK_THROWS(AdmitRun(device, 6, run + 1, nullptr), "rank 1 of the fused tail gave up",
+                   "waiting for rank 0", "NaN", "starts afresh");
+    }
+    CHECK(fake->calls.empty());  // asks no device
+    CHECK(Admitted(RunOnBoth(6, run + 2)));
+    group.Check();
+    CHECK(Words(1, 6)[kEpochWord] == 0);
+    for (int device : {0, 1}) CHECK(Armed(Words(device, 6)));
+    run += 3;
+  }
 }
 
 TEST(DevicesThatTakeRunsInDifferentOrdersAreStopped) {
-  DeviceGroup& group = CreateHere({0, 1}, 7);
-  AdmitRun(0, 7, 20, nullptr);
-  CHECK_THROWS(AdmitRun(1, 7, 21, nullptr), "device 1 comes to run 21", "had run 20",
-               "one program at a time");
-  CHECK_THROWS(AdmitRun(0, 7, 21, nullptr), "had run 20");
-  group.Arm();
-  for (int64_t run = 30; run < 5000; ++run) {
-    for (int device : {0, 1}) AdmitRun(device, 7, run, nullptr);
+  CreateHere({0, 1}, 7);
+  for (int64_t run = 20; run < 40; run += 10) {
+    AdmitRun(0, 7, run, nullptr);
+    CHECK_THROWS(AdmitRun(1, 7, run + 1, nullptr), "device 1 comes to execution",
+                 "one program at a time");
+    CHECK_THROWS(AdmitRun(0, 7, run + 1, nullptr), "device 1 comes to execution");
+    CHECK_THROWS(AdmitRun(1, 7, run, nullptr), "device 1 comes to execution");
+    CHECK(Admitted(RunOnBoth(7, run + 2)));
+    CHECK(Admitted(RunOnBoth(7, run + 3)));
   }
+}
+
+TEST(ADeviceThatLeftARunOutIsNoticed) {
+  CreateHere({0, 1}, 8);
+  AdmitRun(0, 8, 50, nullptr);
+  for (int device : {1, 0}) {
+    CHECK_THROWS(AdmitRun(device, 8, 51, nullptr),
+                 "device 1 comes to execution 2 of the fused tail after 0");
+  }
+  CHECK(Admitted(RunOnBoth(8, 52)));
 }
 
 }  // namespace

@@ -90,7 +90,7 @@ std::vector<std::string> OnRanks(const std::vector<int64_t>& ranks, Body body) {
     threads.emplace_back([&, i] {
       try {
         said[i] = body(ranks[i]);
-      } catch (const TailError& error) {
+      } catch (const Failure& error) {
         said[i] = error.what();
       }
     });

@@ -7,8 +7,11 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <memory>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "check.h"
 
@@ -19,17 +22,30 @@ using std::chrono::milliseconds;
 
 const ProgramId kTail8{"tail_8", 8}, kTail5{"tail_5", 5};
 
+// A meeting and the segment under it.
+struct Place {
+  std::unique_ptr<Segment> segment;
+  std::unique_ptr<Meeting> meeting;
+
+  Place(std::unique_ptr<Segment> shared, const std::vector<int64_t>& own)
+      : segment(std::move(shared)) {
+    segment->Claim(own);
+    meeting = std::make_unique<Meeting>(*segment, 0, 2, own);
+  }
+  Meeting* operator->() const { return meeting.get(); }
+};
+
 // Rank 0 of two here; rank 1 in a child, which does `in_child(meeting)`.
 template <typename Body>
-pid_t Fork(std::unique_ptr<Meeting>& meeting, Body in_child) {
+pid_t Fork(std::unique_ptr<Place>& place, Body in_child) {
   const std::string name = "/k3jax-meeting-" + std::to_string(getpid());
-  meeting = std::make_unique<Meeting>(Segment::Create(name, Meeting::NumBytes()), 2,
-                                      std::vector<int64_t>{0});
+  place =
+      std::make_unique<Place>(Segment::Create(name, Meeting::NumBytes()), std::vector<int64_t>{0});
   pid_t child = fork();
   if (child == 0) {
-    Meeting other(Segment::Open(name, Meeting::NumBytes()), 2, {1});
+    Place other(Segment::Open(name, Meeting::NumBytes()), {1});
     kill(getpid(), SIGSTOP);
-    in_child(other);
+    in_child(*other.meeting);
     _exit(testing::failed_checks == 0 ? 0 : 1);
   }
   int status;
@@ -46,45 +62,45 @@ void CheckEnded(pid_t child) {
 }
 
 TEST(TheFasterOneWaits) {
-  std::unique_ptr<Meeting> meeting;
-  pid_t child = Fork(meeting, [](Meeting& other) {
+  std::unique_ptr<Place> place;
+  pid_t child = Fork(place, [](Meeting& other) {
     std::this_thread::sleep_for(milliseconds(1000));
     for (int i = 0; i < 500; ++i) other.Attend(1, i % 3 ? kTail8 : kTail5, milliseconds(20000));
   });
   auto begin = std::chrono::steady_clock::now();
-  meeting->Attend(0, kTail5, milliseconds(20000));
+  (*place)->Attend(0, kTail5, milliseconds(20000));
   CHECK(std::chrono::steady_clock::now() - begin > milliseconds(100));
-  for (int i = 1; i < 500; ++i) meeting->Attend(0, i % 3 ? kTail8 : kTail5, milliseconds(20000));
+  for (int i = 1; i < 500; ++i) (*place)->Attend(0, i % 3 ? kTail8 : kTail5, milliseconds(20000));
   CheckEnded(child);
 }
 
 TEST(AnotherProgramIsNamedOnBoth) {
-  std::unique_ptr<Meeting> meeting;
-  pid_t child = Fork(meeting, [](Meeting& other) {
+  std::unique_ptr<Place> place;
+  pid_t child = Fork(place, [](Meeting& other) {
     CHECK_THROWS(other.Attend(1, kTail5, milliseconds(20000)), "rank 1 has 'tail_5'",
                  "rank 0 has 'tail_8'");
   });
-  CHECK_THROWS(meeting->Attend(0, kTail8, milliseconds(20000)), "rank 0 has 'tail_8'",
+  CHECK_THROWS((*place)->Attend(0, kTail8, milliseconds(20000)), "rank 0 has 'tail_8'",
                "rank 1 has 'tail_5'", "same shapes");
   CheckEnded(child);
 }
 
 TEST(WhoDoesNotComeIsNamedAndTheNextAttemptCounts) {
-  std::unique_ptr<Meeting> meeting;
-  pid_t child = Fork(meeting, [](Meeting& other) {
+  std::unique_ptr<Place> place;
+  pid_t child = Fork(place, [](Meeting& other) {
     std::this_thread::sleep_for(milliseconds(1500));
     other.Attend(1, kTail8, milliseconds(20000));
   });
-  CHECK_THROWS(meeting->Attend(0, kTail8, milliseconds(50)), "may not run 'tail_8'",
+  CHECK_THROWS((*place)->Attend(0, kTail8, milliseconds(50)), "may not run 'tail_8'",
                "rank 1 did not come", "50 ms");
-  meeting->Attend(0, kTail8, milliseconds(20000));
+  (*place)->Attend(0, kTail8, milliseconds(20000));
   CheckEnded(child);
 }
 
 TEST(AnEndedProcessIsNamedAtOnce) {
-  std::unique_ptr<Meeting> meeting;
-  pid_t child = Fork(meeting, [](Meeting&) { kill(getpid(), SIGKILL); });
-  CHECK_THROWS(meeting->Attend(0, kTail8, milliseconds(20000)), "the process of rank 1 has ended");
+  std::unique_ptr<Place> place;
+  pid_t child = Fork(place, [](Meeting&) { kill(getpid(), SIGKILL); });
+  CHECK_THROWS((*place)->Attend(0, kTail8, milliseconds(20000)), "the process of rank 1 has ended");
   int status;
   waitpid(child, &status, 0);
   CHECK(WIFSIGNALED(status));

@@ -93,14 +93,6 @@ class TailWorkspaces:
         if self.devices:
             _call("k3jax_tail_check", *self._place)
 
-    def reset(self) -> None:
-        """Waits for the GPUs of all processes and arms everything anew, on all ranks.
-
-        CPU devices need none of it: there the next call does it.
-        """
-        for step in ("quiesce", "arm") if self.devices else ():
-            self._together(functools.partial(_call, f"k3jax_tail_{step}", *self._place))
-
     def _join_host(self, own: Sequence[int], name: bytes, create: bool) -> None:
         members = (ctypes.c_int64 * len(self.members))(*self.members)
         here = (ctypes.c_int64 * len(own))(*own)
@@ -124,7 +116,7 @@ class TailWorkspaces:
 
         answers = self._on_one_machine(allocate)
         if shared:
-            self._share_memory(process, functools.partial(_call, "k3jax_tail_meet", *self._place))
+            self._share_memory(process, functools.partial(_call, "k3jax_tail_share", *self._place))
         self._together(connect)
 
     def _share_memory(self, process: int, join: Callable[[bytes, bool], None]) -> None:

@@ -1,7 +1,6 @@
 """The latent tail over ranks: reduce, norm, up-projection, shared add, in one of several orders."""
 
 from enum import StrEnum
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ from k3jax.ops.rounding import to_bfloat16
 from k3jax.ops.tail import fused, reference
 from k3jax.parallel import Parallel, RankGroup
 from k3jax.runtime import processes
-from k3jax.runtime.mailboxes import TailWorkspaces
 from k3jax.runtime.target import Target
 
 
@@ -65,40 +63,14 @@ def create_workspaces(config: MoEConfig, parallel: Parallel, facts: str = "") ->
         NotImplementedError: a group spans machines.
         RuntimeError: a process did not come, or could not make its mailboxes.
     """
-    homes = {device.process_index for devices in _groups(parallel) for device in devices}
+    own, real = jax.process_index(), set(jax.devices())
+    groups = [devices for devices in parallel.device_groups() if set(devices) <= real]
+    homes = {device.process_index for devices in groups for device in devices}
     if len(homes) > 1:
         processes.agree("the fused tail", homes, f"{facts}, tp={parallel.tp}, {config}")
-    for workspaces in _workspaces_here(config, parallel):
-        workspaces.create()
-
-
-def reset_workspaces(config: MoEConfig, parallel: Parallel) -> None:
-    """Makes the fused tail usable again after a rank gave up on another one.
-
-    Every process of the mesh calls this once it has seen the error; it waits for the others, and
-    for all devices. Then the next step starts afresh. On CPU devices the next step does it itself.
-
-    Raises:
-        RuntimeError: a process did not come; start all processes again.
-    """
-    for workspaces in _workspaces_here(config, parallel):
-        workspaces.reset()
-
-
-def _groups(parallel: Parallel) -> list[list[Any]]:
-    """Devices that exist, group after group."""
-    real = set(jax.devices())
-    return [devices for devices in parallel.device_groups() if set(devices) <= real]
-
-
-def _workspaces_here(config: MoEConfig, parallel: Parallel) -> list[TailWorkspaces]:
-    """Of the groups that have a rank in this process."""
-    own = jax.process_index()
-    return [
-        fused.tail_workspaces(devices, config.latent_size, config.hidden_size)
-        for devices in _groups(parallel)
-        if own in {device.process_index for device in devices}
-    ]
+    for devices in groups:
+        if own in {device.process_index for device in devices}:
+            fused.tail_workspaces(devices, config.latent_size, config.hidden_size).create()
 
 
 def latent_tail(
