@@ -187,9 +187,7 @@ void DeviceGroup::ArmRank(const Rank& rank) {
 void DeviceGroup::Admit(int device, int64_t run, const ProgramId* newcomer) {
   Rank& rank = *std::find_if(ranks_.begin(), ranks_.end(),
                              [device](const Rank& rank) { return rank.device == device; });
-  const auto [execution, is_new] = executions_->NumberOf(run);
-  if (is_new) Raise(execution);
-  Expect(rank, execution);
+  const int64_t execution = Begin(rank, run);
   executions_->ThrowIfFailed(execution);
   if (executions_->MustRecover(rank.number)) {
     Synchronize(device);
@@ -198,10 +196,17 @@ void DeviceGroup::Admit(int device, int64_t run, const ProgramId* newcomer) {
   if (newcomer) meeting_->Attend(rank.number, *newcomer, kPatience);
 }
 
-// The first device to come to an execution decides for all: it fails if a call has failed before it
-// and nobody in this process has heard of that yet.
-void DeviceGroup::Raise(int64_t execution) {
+// The number of the execution. The first device to come to it decides for all.
+int64_t DeviceGroup::Begin(Rank& rank, int64_t run) {
   std::lock_guard<std::mutex> lock(mutex_);
+  const auto [execution, is_new] = executions_->NumberOf(run);
+  if (is_new) Raise(execution);
+  Expect(rank, execution);
+  return execution;
+}
+
+// Fails the execution if a call has failed before it and nobody in this process has heard of that.
+void DeviceGroup::Raise(int64_t execution) {
   const bool failed = executions_->MustRecover(ranks_.front().number);
   if (raised_ && failed) return;
   raised_ = true;
@@ -220,8 +225,8 @@ void DeviceGroup::Raise(int64_t execution) {
   raised_ = false;
 }
 
+// Fails the execution if it is not the one after the device's last.
 void DeviceGroup::Expect(Rank& rank, int64_t execution) {
-  std::lock_guard<std::mutex> lock(mutex_);
   const int64_t last = rank.execution;
   const int64_t failed = executions_->failed();
   rank.execution = std::max(last, execution);

@@ -64,8 +64,9 @@ class DeviceGroup {
 
   DeviceGroup(const std::vector<int>& devices, const Layout& layout, int64_t slot);
   void ArmRank(const Rank& rank);
-  void Expect(Rank& rank, int64_t execution);
+  int64_t Begin(Rank& rank, int64_t run);
   void Raise(int64_t execution);
+  void Expect(Rank& rank, int64_t execution);
 
   const std::vector<int> devices_;
   const Layout layout_;
