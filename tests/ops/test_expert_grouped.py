@@ -73,6 +73,12 @@ def test_larger_inner_sizes(inner):
     case(9, config=dataclasses.replace(SMALL, expert_intermediate_size=inner)).check()
 
 
+@pytest.mark.slow
+def test_warps_without_tiles_keep_up():
+    """More K than the rings hold, and rows that do not fill the last item."""
+    case(1, config=dataclasses.replace(SMALL, expert_intermediate_size=1792)).check()
+
+
 @pytest.mark.parametrize("weighted", [True, False])
 def test_routes_of_every_pattern(weighted):
     """Two tokens with the same experts, dropped slots, a token with none."""

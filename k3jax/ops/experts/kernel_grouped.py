@@ -417,15 +417,23 @@ class GroupedKernel(Kernel):
 
     @cute.jit
     def skip_item(self, shared, ring):
-        """A warp without tiles releases every stage of the item, each when it has landed."""
-        for _ in cutlass.range(self.stages, unroll=1):
+        """A warp without tiles releases every stage of the item when it has landed."""
+        whole = self.chunks // GROUP_CHUNKS
+        for _ in cutlass.range(whole, unroll=1):
+            self.skip_group(shared, ring, GROUP_CHUNKS)
+        for size in self.groups[whole:]:
+            self.skip_group(shared, ring, size)
+
+    @cute.jit
+    def skip_group(self, shared, ring, size: cutlass.Constexpr):
+        """A stage of weights, with its stages of tokens: in the order of `multiply_group`."""
+        ptx.barrier_wait(self.weights_full(shared, ring[0]), Uint32(ring[1]))
+        for _ in cutlass.range_constexpr(0, size, STAGE_CHUNKS):
             ptx.barrier_wait(self.columns_full(shared, ring[2]), Uint32(ring[3]))
             self.release(self.columns_empty(shared, ring[2]))
             _advance(ring, 2, self.column_stages)
-        for _ in cutlass.range(len(self.groups), unroll=1):
-            ptx.barrier_wait(self.weights_full(shared, ring[0]), Uint32(ring[1]))
-            self.release(self.weights_empty(shared, ring[0]))
-            _advance(ring, 0, self.weight_stages)
+        self.release(self.weights_empty(shared, ring[0]))
+        _advance(ring, 0, self.weight_stages)
 
     @cute.jit
     def release(self, barrier: Uint32):
