@@ -125,7 +125,7 @@ class TailWorkspaces:
         Its name is gone once all have it.
         """
         creator = min(self.homes)
-        name = f"/k3jax-{secrets.token_hex(8)}" if process == creator else ""
+        name = f"/k3jax-{os.getpid()}-{secrets.token_hex(8)}" if process == creator else ""
 
         def create() -> str:
             if name:
