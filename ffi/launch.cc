@@ -83,11 +83,8 @@ void LoadedProgram::LoadOn(int device) {
   resident_[device].store(owned_[device].get(), std::memory_order_release);
 }
 
-void LoadedProgram::Admit(int device, int64_t run) {
-  if (workspaces_.empty()) return;
-  const bool known = admitted_[device].load(std::memory_order_relaxed);
-  for (int64_t slot : workspaces_) AdmitRun(device, slot, run, known ? nullptr : &id_);
-  admitted_[device].store(true, std::memory_order_relaxed);
+void LoadedProgram::Admit(int device, int64_t run) const {
+  for (int64_t slot : workspaces_) AdmitRun(device, slot, {run, id_});
 }
 
 void LoadedProgram::Launch(int device, cuda::Stream stream, const Buffers& buffers) const {

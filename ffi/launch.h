@@ -37,7 +37,7 @@ class LoadedProgram {
   void Load(int device);
 
   // Asks the workspaces that the program uses whether it may run; before every run, on each device.
-  void Admit(int device, int64_t run);
+  void Admit(int device, int64_t run) const;
 
   // Puts the launches on the stream: no allocation, no wait. The device must have been loaded.
   void Launch(int device, cuda::Stream stream, const Buffers& buffers) const;
@@ -59,7 +59,6 @@ class LoadedProgram {
   std::mutex mutex_;
   std::array<std::unique_ptr<Resident>, kMaxDevices> owned_;
   std::array<std::atomic<const Resident*>, kMaxDevices> resident_ = {};
-  std::array<std::atomic<bool>, kMaxDevices> admitted_ = {};
 };
 
 }  // namespace k3jax

@@ -126,7 +126,8 @@ void DeviceGroup::Share(std::unique_ptr<Segment> segment, bool created) {
   for (const Rank& rank : ranks_) own.push_back(rank.number);
   segment->Claim(own);
   executions_ = std::make_unique<Executions>(*segment, layout_.ranks, created);
-  meeting_ = std::make_unique<Meeting>(*segment, Executions::NumBytes(), layout_.ranks, own);
+  meeting_ =
+      std::make_unique<Meeting>(*segment, Executions::NumBytes(), *executions_, layout_.ranks, own);
   segment_ = std::move(segment);
 }
 
@@ -151,9 +152,7 @@ void DeviceGroup::Connect(const std::vector<cuda::IpcHandle>& handles) {
     }
     ArmRank(rank);
     RegisterWorkspace(rank.device, slot_, rank.address,
-                      [this, device = rank.device](int64_t run, const ProgramId* newcomer) {
-                        Admit(device, run, newcomer);
-                      });
+                      [this, device = rank.device](const Run& run) { Admit(device, run); });
   }
 }
 
@@ -184,32 +183,46 @@ void DeviceGroup::ArmRank(const Rank& rank) {
   cuda::Check(driver.cuCtxSynchronize(), Concat("waiting for device ", rank.device));
 }
 
-void DeviceGroup::Admit(int device, int64_t run, const ProgramId* newcomer) {
+void DeviceGroup::Admit(int device, const Run& run) {
   Rank& rank = *std::find_if(ranks_.begin(), ranks_.end(),
                              [device](const Rank& rank) { return rank.device == device; });
-  const int64_t execution = Begin(rank, run);
-  executions_->ThrowIfFailed(execution);
-  if (executions_->MustRecover(rank.number)) {
-    Synchronize(device);
-    executions_->Recover(rank.number, execution, Deadline(kPatience), [&] { ArmRank(rank); });
+  try {
+    AdmitRank(rank, run);
+  } catch (const Failure&) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    raised_ = true;
+    throw;
   }
-  if (newcomer) meeting_->Attend(rank.number, *newcomer, kPatience);
 }
 
-// The number of the execution. The first device to come to it decides for all.
-int64_t DeviceGroup::Begin(Rank& rank, int64_t run) {
+void DeviceGroup::AdmitRank(Rank& rank, const Run& run) {
+  const auto [execution, is_next] = Begin(rank, run.number);
+  executions_->ThrowIfFailed(execution);
+  const Deadline deadline(kPatience);
+  if (executions_->MustRecover(rank.number)) {
+    Synchronize(rank.device);
+    executions_->Recover(rank.number, execution, deadline, [&] { ArmRank(rank); });
+    std::lock_guard<std::mutex> lock(mutex_);
+    raised_ = false;
+  }
+  if (is_next) meeting_->Attend(rank.number, execution, run.program, deadline);
+}
+
+// The number of the execution, and whether it is another one than the device's last. The first
+// device to come to it decides for all.
+std::pair<int64_t, bool> DeviceGroup::Begin(Rank& rank, int64_t run) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto [execution, is_new] = executions_->NumberOf(run);
+  const bool is_next = execution != rank.execution;
   if (is_new) Raise(execution);
   Expect(rank, execution);
-  return execution;
+  return {execution, is_next};
 }
 
 // Fails the execution if a call has failed before it and nobody in this process has heard of that.
 void DeviceGroup::Raise(int64_t execution) {
   const bool failed = executions_->MustRecover(ranks_.front().number);
-  if (raised_ && failed) return;
-  raised_ = true;
+  if (failed && raised_) return;
   for (const Rank& rank : ranks_) {
     const uint32_t awaited = *rank.note;
     if (awaited == kNobody) continue;
@@ -222,7 +235,6 @@ void DeviceGroup::Raise(int64_t execution) {
                              awaited, after));
   }
   if (failed) executions_->FailAgain(execution);
-  raised_ = false;
 }
 
 // Fails the execution if it is not the one after the device's last.
@@ -231,7 +243,6 @@ void DeviceGroup::Expect(Rank& rank, int64_t execution) {
   const int64_t failed = executions_->failed();
   rank.execution = std::max(last, execution);
   if (execution == last || execution <= failed || execution == std::max(last, failed) + 1) return;
-  raised_ = true;
   executions_->Fail(rank.execution, FailureKind::kFailedPrecondition,
                     Concat("device ", rank.device, " comes to execution ", execution,
                            " of the fused tail after ", last,

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "driver.h"
@@ -46,8 +47,8 @@ class DeviceGroup {
 
   // The Admission of each device. Refuses a run, on all devices, if a call has failed before it or
   // if the devices take runs in different orders; the run after that starts afresh, once all ranks
-  // have come to it. Meets other processes if the program is a newcomer.
-  void Admit(int device, int64_t run, const ProgramId* newcomer);
+  // have come to it. Every run waits until other processes have come to it too.
+  void Admit(int device, const Run& run);
 
   // Throws a Failure that names who waited for whom if a call has failed. Waits for the devices.
   void Check();
@@ -64,7 +65,8 @@ class DeviceGroup {
 
   DeviceGroup(const std::vector<int>& devices, const Layout& layout, int64_t slot);
   void ArmRank(const Rank& rank);
-  int64_t Begin(Rank& rank, int64_t run);
+  void AdmitRank(Rank& rank, const Run& run);
+  std::pair<int64_t, bool> Begin(Rank& rank, int64_t run);
   void Raise(int64_t execution);
   void Expect(Rank& rank, int64_t execution);
 

@@ -62,13 +62,19 @@ class Executions {
   void Await(int64_t rank, int64_t execution, int64_t other, const Deadline& deadline,
              Condition condition) {
     for (int64_t polls = 1; !condition(); ++polls) {
-      std::this_thread::yield();
+      if (polls < kEagerPolls) {
+        std::this_thread::yield();
+      } else {
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+      }
       if (polls % 64 == 0) LookAround(rank, execution, other, deadline);
     }
   }
 
  private:
   struct Control;
+
+  static constexpr int64_t kEagerPolls = 1 << 14;  // some milliseconds
 
   void LookAround(int64_t rank, int64_t execution, int64_t other, const Deadline& deadline);
   [[noreturn]] void ThrowFailure();

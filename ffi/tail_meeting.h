@@ -1,17 +1,17 @@
-// Where the ranks of several processes meet before each runs a program for the first time.
+// Where the ranks of several processes meet, on the host, before each execution.
 //
-// One process may compile for a minute longer than another. A kernel that waited for it would give
-// up, and one of another program would exchange words that are not meant for it.
+// The host of one process may be a minute later than another's, as it compiles or reads a file. A
+// kernel that waited for it would give up, and one of another program would exchange words that are
+// not meant for it.
 
 #ifndef K3JAX_FFI_TAIL_MEETING_H_
 #define K3JAX_FFI_TAIL_MEETING_H_
 
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <string>
 #include <vector>
 
+#include "tail_executions.h"
 #include "tail_segment.h"
 #include "workspace.h"
 
@@ -20,19 +20,20 @@ namespace k3jax::tail {
 class Meeting {
  public:
   // `own` are the ranks of this process; the segment has NumBytes from `offset` on.
-  Meeting(Segment& segment, size_t offset, int64_t ranks, const std::vector<int64_t>& own);
+  Meeting(Segment& segment, size_t offset, Executions& executions, int64_t ranks,
+          const std::vector<int64_t>& own);
 
   static size_t NumBytes();
 
-  // Waits until every rank of another process has come as often as this one. Throws a Failure if
-  // one brings another program, does not come in time, or has ended; then this did not count.
-  void Attend(int64_t rank, const ProgramId& program, std::chrono::milliseconds patience);
+  // Waits until every rank of another process has come to the execution. Fails it if one brings
+  // another program.
+  void Attend(int64_t rank, int64_t execution, const ProgramId& program, const Deadline& deadline);
 
  private:
-  struct Arrivals;
+  struct Arrival;
 
-  Segment& segment_;
-  Arrivals* const arrivals_;  // one a rank
+  Executions& executions_;
+  Arrival* const arrivals_;  // one a rank
   std::vector<bool> elsewhere_;
 };
 

@@ -51,8 +51,6 @@ void RegisterWorkspace(int device, int64_t slot, uint64_t address, Admission adm
 
 uint64_t WorkspaceAddress(int device, int64_t slot) { return Find(device, slot).address; }
 
-void AdmitRun(int device, int64_t slot, int64_t run, const ProgramId* newcomer) {
-  Find(device, slot).admission(run, newcomer);
-}
+void AdmitRun(int device, int64_t slot, const Run& run) { Find(device, slot).admission(run); }
 
 }  // namespace k3jax

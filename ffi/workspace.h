@@ -18,18 +18,23 @@ struct ProgramId {
   uint64_t digest;  // of all that it does but for its machine code
 };
 
-// Called on each device before every run of a program that uses the workspace, with XLA's number of
-// the run, which all devices of a process share. `newcomer` is the program in its first run on the
-// device, when the admission may wait for other devices, and null in all later ones, when it waits
-// for nothing. Throws a Failure to refuse the run.
-using Admission = std::function<void(int64_t run, const ProgramId* newcomer)>;
+// A program's run on one device.
+struct Run {
+  int64_t number;  // XLA's, the same on all devices of a process
+  const ProgramId& program;
+};
+
+// Called on each device before every run of a program that uses the workspace; for every call in
+// it, if there are several. May wait for other processes and, after a failure, for devices. Throws
+// a Failure to refuse the run.
+using Admission = std::function<void(const Run& run)>;
 
 // Throws a Failure if the slot already holds another address on this device.
 void RegisterWorkspace(int device, int64_t slot, uint64_t address, Admission admission);
 
 // Throws a Failure if nothing is registered.
 uint64_t WorkspaceAddress(int device, int64_t slot);
-void AdmitRun(int device, int64_t slot, int64_t run, const ProgramId* newcomer);
+void AdmitRun(int device, int64_t slot, const Run& run);
 
 }  // namespace k3jax
 

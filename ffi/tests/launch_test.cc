@@ -167,7 +167,7 @@ TEST(WorkspacesAreFoundPerDeviceAndNeverMove) {
   CHECK_THROWS(program.Admit(0, 7), "no workspace 5 on device 0");
   CHECK_THROWS(program.Launch(0, kStream, MakeBuffers()), "no workspace 5 on device 0");
   std::vector<int64_t> runs;
-  auto admission = [&runs](int64_t run, const ProgramId*) { runs.push_back(run); };
+  auto admission = [&runs](const Run& run) { runs.push_back(run.number); };
   RegisterWorkspace(0, 5, 0xabc000, admission);
   RegisterWorkspace(0, 5, 0xabc000, admission);
   CHECK_THROWS(RegisterWorkspace(0, 5, 0xdef000, admission),

@@ -34,6 +34,11 @@ void GiveUp(int device, int64_t slot, uint32_t awaited) {
   *reinterpret_cast<uint32_t*>(AddressIn(words, kNoteWord)) = awaited;
 }
 
+void Admit(int device, int64_t slot, int64_t run) {
+  static const ProgramId program{"tail_8", 8};
+  AdmitRun(device, slot, {run, program});
+}
+
 bool Armed(const uint32_t* words) {
   for (int64_t i = kHeaderWords; i < kLayout.end(); ++i) {
     if (words[i] != kArmed) return false;
@@ -132,7 +137,7 @@ std::vector<std::string> RunOnBoth(int64_t slot, int64_t run) {
   for (int device : {0, 1}) {
     threads.emplace_back([&said, slot, run, device] {
       try {
-        AdmitRun(device, slot, run, nullptr);
+        Admit(device, slot, run);
       } catch (const Failure& failure) {
         said[device] = failure.what();
       }
@@ -149,17 +154,17 @@ TEST(TheRunAfterAFailureIsRefusedOnAllDevicesAndTheNextStartsAfresh) {
   int64_t run = 10;
   for (int round = 0; round < 3; ++round) {
     for (int i = 0; i < 2000; ++i, ++run) {
-      for (int device : {0, 1, 1, 0}) AdmitRun(device, 6, run, nullptr);  // two calls a run
+      for (int device : {0, 1, 1, 0}) Admit(device, 6, run);  // two calls a run
     }
-    AdmitRun(1, 6, run, nullptr);
+    Admit(1, 6, run);
     Words(1, 6)[kEpochWord] = 7;
     Words(1, 6)[kLayout.latent_at(1, 0, 2)] = 17;
     GiveUp(1, 6, 0);
-    AdmitRun(0, 6, run, nullptr);  // it has begun elsewhere: all devices or none
+    Admit(0, 6, run);  // it has begun elsewhere: all devices or none
     CHECK_THROWS(group.Check(), "call 7", "rank 1 waited for rank 0");
     fake->calls.clear();
     for (int device : {1, 0}) {
-      CHECK_THROWS(AdmitRun(device, 6, run + 1, nullptr), "rank 1 of the fused tail gave up",
+      CHECK_THROWS(Admit(device, 6, run + 1), "rank 1 of the fused tail gave up",
                    "waiting for rank 0", "NaN", "starts afresh");
     }
     CHECK(fake->calls.empty());  // asks no device
@@ -174,11 +179,10 @@ TEST(TheRunAfterAFailureIsRefusedOnAllDevicesAndTheNextStartsAfresh) {
 TEST(DevicesThatTakeRunsInDifferentOrdersAreStopped) {
   CreateHere({0, 1}, 7);
   for (int64_t run = 20; run < 40; run += 10) {
-    AdmitRun(0, 7, run, nullptr);
-    CHECK_THROWS(AdmitRun(1, 7, run + 1, nullptr), "device 1 comes to execution",
-                 "one program at a time");
-    CHECK_THROWS(AdmitRun(0, 7, run + 1, nullptr), "device 1 comes to execution");
-    CHECK_THROWS(AdmitRun(1, 7, run, nullptr), "device 1 comes to execution");
+    Admit(0, 7, run);
+    CHECK_THROWS(Admit(1, 7, run + 1), "device 1 comes to execution", "one program at a time");
+    CHECK_THROWS(Admit(0, 7, run + 1), "device 1 comes to execution");
+    CHECK_THROWS(Admit(1, 7, run), "device 1 comes to execution");
     CHECK(Admitted(RunOnBoth(7, run + 2)));
     CHECK(Admitted(RunOnBoth(7, run + 3)));
   }
@@ -186,10 +190,9 @@ TEST(DevicesThatTakeRunsInDifferentOrdersAreStopped) {
 
 TEST(ADeviceThatLeftARunOutIsNoticed) {
   CreateHere({0, 1}, 8);
-  AdmitRun(0, 8, 50, nullptr);
+  Admit(0, 8, 50);
   for (int device : {1, 0}) {
-    CHECK_THROWS(AdmitRun(device, 8, 51, nullptr),
-                 "device 1 comes to execution 2 of the fused tail after 0");
+    CHECK_THROWS(Admit(device, 8, 51), "device 1 comes to execution 2 of the fused tail after 0");
   }
   CHECK(Admitted(RunOnBoth(8, 52)));
 }

@@ -1,4 +1,4 @@
-// Processes that meet before a program's first run.
+// Processes that meet before an execution.
 
 #include "../tail_meeting.h"
 
@@ -22,88 +22,114 @@ using std::chrono::milliseconds;
 
 const ProgramId kTail8{"tail_8", 8}, kTail5{"tail_5", 5};
 
-// A meeting and the segment under it.
-struct Place {
-  std::unique_ptr<Segment> segment;
-  std::unique_ptr<Meeting> meeting;
+// One process's view of a group of two ranks.
+class Place {
+ public:
+  static size_t NumBytes() { return Executions::NumBytes() + Meeting::NumBytes(); }
 
-  Place(std::unique_ptr<Segment> shared, const std::vector<int64_t>& own)
-      : segment(std::move(shared)) {
-    segment->Claim(own);
-    meeting = std::make_unique<Meeting>(*segment, 0, 2, own);
+  Place(std::unique_ptr<Segment> segment, int64_t rank, bool created)
+      : segment_(std::move(segment)),
+        executions_(*segment_, 2, created),
+        meeting_(*segment_, Executions::NumBytes(), executions_, 2, {rank}),
+        rank_(rank) {
+    segment_->Claim({rank});
   }
-  Meeting* operator->() const { return meeting.get(); }
+
+  void Attend(int64_t run, const ProgramId& program, milliseconds patience = milliseconds(20000)) {
+    const int64_t execution = executions_.NumberOf(run).first;
+    executions_.ThrowIfFailed(execution);
+    meeting_.Attend(rank_, execution, program, Deadline(patience));
+  }
+
+  Executions& executions() { return executions_; }
+
+ private:
+  std::unique_ptr<Segment> segment_;
+  Executions executions_;
+  Meeting meeting_;
+  const int64_t rank_;
 };
 
-// Rank 0 of two here; rank 1 in a child, which does `in_child(meeting)`.
-template <typename Body>
-pid_t Fork(std::unique_ptr<Place>& place, Body in_child) {
-  const std::string name = "/k3jax-meeting-" + std::to_string(getpid());
-  place =
-      std::make_unique<Place>(Segment::Create(name, Meeting::NumBytes()), std::vector<int64_t>{0});
-  pid_t child = fork();
-  if (child == 0) {
-    Place other(Segment::Open(name, Meeting::NumBytes()), {1});
-    kill(getpid(), SIGSTOP);
-    in_child(*other.meeting);
-    _exit(testing::failed_checks == 0 ? 0 : 1);
+// Rank 0 here; rank 1 in a child, which does `in_child(place)`.
+class TwoProcesses {
+ public:
+  template <typename Body>
+  explicit TwoProcesses(Body in_child) {
+    const std::string name = "/k3jax-meeting-" + std::to_string(getpid());
+    here = std::make_unique<Place>(Segment::Create(name, Place::NumBytes()), 0, true);
+    child_ = fork();
+    if (child_ == 0) {
+      Place there(Segment::Open(name, Place::NumBytes()), 1, false);
+      kill(getpid(), SIGSTOP);  // until the parent knows that the rank is claimed
+      in_child(there);
+      _exit(testing::failed_checks == 0 ? 0 : 1);
+    }
+    int status;
+    waitpid(child_, &status, WUNTRACED);
+    Segment::Unlink(name);
+    kill(child_, SIGCONT);
   }
-  int status;
-  waitpid(child, &status, WUNTRACED);
-  Segment::Unlink(name);
-  kill(child, SIGCONT);
-  return child;
-}
 
-void CheckEnded(pid_t child) {
-  int status;
-  waitpid(child, &status, 0);
-  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-}
+  bool EndedWell() {
+    int status;
+    waitpid(child_, &status, 0);
+    return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+  }
+
+  std::unique_ptr<Place> here;
+
+ private:
+  pid_t child_;
+};
 
 TEST(TheFasterOneWaits) {
-  std::unique_ptr<Place> place;
-  pid_t child = Fork(place, [](Meeting& other) {
+  auto run_all = [](Place& place) {
+    for (int run = 1; run < 500; ++run) place.Attend(run, run % 3 ? kTail8 : kTail5);
+  };
+  TwoProcesses two([&](Place& there) {
     std::this_thread::sleep_for(milliseconds(1000));
-    for (int i = 0; i < 500; ++i) other.Attend(1, i % 3 ? kTail8 : kTail5, milliseconds(20000));
+    there.Attend(0, kTail5);
+    run_all(there);
   });
   auto begin = std::chrono::steady_clock::now();
-  (*place)->Attend(0, kTail5, milliseconds(20000));
+  two.here->Attend(0, kTail5);
   CHECK(std::chrono::steady_clock::now() - begin > milliseconds(100));
-  for (int i = 1; i < 500; ++i) (*place)->Attend(0, i % 3 ? kTail8 : kTail5, milliseconds(20000));
-  CheckEnded(child);
+  run_all(*two.here);
+  CHECK(two.EndedWell());
 }
 
 TEST(AnotherProgramIsNamedOnBoth) {
-  std::unique_ptr<Place> place;
-  pid_t child = Fork(place, [](Meeting& other) {
-    CHECK_THROWS(other.Attend(1, kTail5, milliseconds(20000)), "rank 1 has 'tail_5'",
-                 "rank 0 has 'tail_8'");
-  });
-  CHECK_THROWS((*place)->Attend(0, kTail8, milliseconds(20000)), "rank 0 has 'tail_8'",
-               "rank 1 has 'tail_5'", "same shapes");
-  CheckEnded(child);
+  TwoProcesses two(
+      [](Place& there) { CHECK_THROWS(there.Attend(0, kTail5), "has 'tail_5'", "has 'tail_8'"); });
+  CHECK_THROWS(two.here->Attend(0, kTail8), "has 'tail_8'", "has 'tail_5'", "same shapes");
+  CHECK(two.EndedWell());
 }
 
-TEST(WhoDoesNotComeIsNamedAndTheNextAttemptCounts) {
-  std::unique_ptr<Place> place;
-  pid_t child = Fork(place, [](Meeting& other) {
+TEST(WhoDoesNotComeIsNamedAndIsRefusedWhenItComes) {
+  TwoProcesses two([](Place& there) {
     std::this_thread::sleep_for(milliseconds(1500));
-    other.Attend(1, kTail8, milliseconds(20000));
+    CHECK_THROWS(there.Attend(0, kTail8), "rank 0 waits for rank 1", "50 ms");
+    there.Attend(1, kTail8);
   });
-  CHECK_THROWS((*place)->Attend(0, kTail8, milliseconds(50)), "may not run 'tail_8'",
-               "rank 1 did not come", "50 ms");
-  (*place)->Attend(0, kTail8, milliseconds(20000));
-  CheckEnded(child);
+  CHECK_THROWS(two.here->Attend(0, kTail8, milliseconds(50)), "rank 0 waits for rank 1", "50 ms");
+  two.here->Attend(1, kTail8);
+  CHECK(two.EndedWell());
+}
+
+TEST(WhoeverWaitsHearsThatTheOtherHasFailed) {
+  TwoProcesses two([](Place& there) {
+    const int64_t execution = there.executions().NumberOf(0).first;
+    CHECK_THROWS(there.executions().Fail(execution, FailureKind::kInternal, "a card is on fire"),
+                 "a card is on fire");
+  });
+  CHECK_THROWS(two.here->Attend(0, kTail8), "a card is on fire");
+  CHECK(two.EndedWell());
 }
 
 TEST(AnEndedProcessIsNamedAtOnce) {
-  std::unique_ptr<Place> place;
-  pid_t child = Fork(place, [](Meeting&) { kill(getpid(), SIGKILL); });
-  CHECK_THROWS((*place)->Attend(0, kTail8, milliseconds(20000)), "the process of rank 1 has ended");
-  int status;
-  waitpid(child, &status, 0);
-  CHECK(WIFSIGNALED(status));
+  TwoProcesses two([](Place&) { kill(getpid(), SIGKILL); });
+  CHECK_THROWS(two.here->Attend(0, kTail8), "the process of rank 1 has ended");
+  CHECK(!two.EndedWell());
 }
 
 }  // namespace

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -37,8 +38,8 @@ pytestmark = [
 RANKS, LATENT, HIDDEN = 2, 3584, 7168
 TOKENS = (1, 8, 9, 32, 33, 64, 128, 1, 128, 7)
 TIMEOUT = 150
-SHORT_BUDGET = 1 << 19
-"""Polls before a rank gives up; long for a rank that is on its way, short for a test."""
+POLL_BUDGET = 1 << 20
+"""Polls before a rank gives up: about a second."""
 
 LAYER = MoEConfig(
     hidden_size=256,
@@ -120,7 +121,8 @@ def make_step(mesh, captured):
 
 def check(y, arrays, folder, rank, number):
     wanted = oracle(*arrays)
-    assert np.linalg.norm(y.astype(np.float64) - wanted) <= 1e-3 * np.linalg.norm(wanted)
+    error = np.linalg.norm(y.astype(np.float64) - wanted) / np.linalg.norm(wanted)
+    assert error <= 1e-3, f"step {number} of {len(wanted)} tokens on rank {rank}: {error}"
     np.save(folder / f"{number}-{rank}.tmp.npy", bits(y))
     (folder / f"{number}-{rank}.tmp.npy").rename(folder / f"{number}-{rank}.npy")
 
@@ -162,7 +164,7 @@ def worker(address: str, rank: int, card: int, folder: Path) -> None:
         address, RANKS, rank, local_device_ids=[card], initialization_timeout=60,
         shutdown_timeout_seconds=5,
     )  # fmt: skip
-    fused.POLL_BUDGET = SHORT_BUDGET
+    fused.POLL_BUDGET = POLL_BUDGET
     devices = jax.devices()
     mesh = jax.make_mesh((RANKS,), ("tp",), axis_types=(AxisType.Auto,))
     workspaces = fused.tail_workspaces(devices, LATENT, HIDDEN)
@@ -183,34 +185,27 @@ def worker(address: str, rank: int, card: int, folder: Path) -> None:
     print(rank, "other programs are named", flush=True)
 
     step = steps[True]
-    if rank == 0:  # rank 1 stays away
-        start = time.monotonic()
-        assert np.isnan(step(arrays).astype(np.float32)).all()
-        print(f"gave up after {time.monotonic() - start:.2f} s", flush=True)
-        with pytest.raises(RuntimeError, match="rank 0 waited for rank 1"):
-            workspaces.check()
-    raised = folder / "raised"
-    while rank == 1 and not raised.exists():
-        time.sleep(0.01)
-    for _ in range(1 if rank == 0 else 2):  # rank 1 is one step behind
-        with pytest.raises(jax.errors.JaxRuntimeError, match="gave up waiting for rank 1"):
-            step(arrays)
-    raised.touch()
-    for number in range(4):  # every slot
-        check(step(arrays), arrays, folder, rank, f"again-{number}")
+    if rank == 1:
+        time.sleep(3)  # the host of rank 0 waits, and its kernel does not
+    for number in range(4):
+        check(step(arrays), arrays, folder, rank, f"late-{number}")
     workspaces.check()
-    print(rank, "right again", flush=True)
+    print(rank, "right after one was late", flush=True)
 
     if rank == 1:
-        time.sleep(1)
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(2)
-    start = time.monotonic()
-    assert np.isnan(step(arrays).astype(np.float32)).all()
-    with pytest.raises(jax.errors.JaxRuntimeError, match="rank 1, whose process has ended"):
-        step(arrays)
-    print(f"the end of process 1 is named after {time.monotonic() - start:.2f} s", flush=True)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="process of rank 1 has ended"):
+        threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    started = []
+
+    def run():
+        while True:
+            started.append(time.monotonic())
+            step(arrays)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"process.* has ended.*start all"):
+        run()
+    print(f"step {len(started)}: the end of process 1 is named", flush=True)
+    assert time.monotonic() - started[-2] < 10
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"process.* has ended.*start all"):
         step(arrays)  # nobody can recover without it
     for path in folder.glob("*-0.npy"):
         other = path.with_name(path.name.replace("-0.npy", "-1.npy"))
