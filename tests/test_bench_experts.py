@@ -71,9 +71,10 @@ def test_tables_and_json(tmp_path, capsys):
 
 
 def test_peers_are_checked_too(monkeypatch, capsys):
-    """XLA's two are right; the third compiles for GPUs only, and the table goes on without it."""
+    """A wrong one is dropped, and one that compiles for GPUs only; the table goes on without."""
     monkeypatch.setattr(peers, "_ragged_dot", doubled(peers._ragged_dot))
-    assert run("--routing", "uniform", "--tokens", "3") == 0
+    names = "xla,ragged_dot,mosaic"
+    assert run("--routing", "uniform", "--tokens", "3", "--peers", names) == 0
     printed = capsys.readouterr()
     assert "peer ragged_dot is dropped: ragged_dot with 3 tokens" in printed.err
     assert "peer mosaic is dropped" in printed.err
@@ -155,9 +156,16 @@ def test_a_card_without_a_known_bandwidth_is_measured(monkeypatch, capsys):
 
 def test_what_a_dispatch_costs_is_left_out(monkeypatch):
     """On a clock where each measurement costs 3 s and each run in it 1 s."""
-    ticks = iter([0, 9, 0, 9, 0, 5])
+    ticks = iter([0, 4, 0, 4, 0, 9, 0, 9, 0, 5])
+    monkeypatch.setattr(timing, "SLOW", 10)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(ticks))
     assert timing.device_seconds(lambda: jnp.zeros(())) == 1
+
+
+def test_a_slow_run_is_timed_once(monkeypatch):
+    ticks = iter([0, 8, 0, 4])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(ticks))
+    assert timing.device_seconds(lambda: jnp.zeros(())) == 4
 
 
 def test_bandwidth_is_bytes_over_seconds(monkeypatch):

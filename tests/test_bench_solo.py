@@ -45,7 +45,7 @@ def test_each_call_finds_what_its_peers_send(ranks, num_tokens):
     words = memory.data[start : start + size].view(np.uint32)
     words[:] = one.layout.armed(one.rank, addresses)
 
-    program = solo.with_refill(one.tail(), one.refill())
+    program = solo.with_refill(one.tail(), one.refill(), times=int(rng.integers(1, 3)))
     assert [spec.shape for spec in program.operands][-1] == one.image().shape
     for call in range(4):
         up = draw_up(rng, one)
@@ -83,4 +83,4 @@ def test_the_workspace_becomes_an_operand():
     assert not any(isinstance(value, Workspace) for value in arguments)
     used = {value.index for value in arguments if isinstance(value, solo.Operand)}
     assert used == set(range(len(program.operands) - 1))  # but for what it comes after
-    assert len(solo.refill_alone(one.tail(), one.refill()).launches) == 1
+    assert len(solo.with_refill(one.tail(), one.refill(), 2).launches) == len(both.launches) + 1

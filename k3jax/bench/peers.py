@@ -3,7 +3,7 @@
 A peer is a function of the same arguments over weights of its own. One whose software is not
 installed is not in the list. The grouped products of JAX take bfloat16 weights, four times the
 bytes of MXFP4, and are given what they need: sorted rows, activation and weighted sum around them.
-triton_kernels takes MXFP4; of it, only the two products and the sum are timed.
+triton_kernels takes MXFP4; of it, only the two products are timed.
 """
 
 import functools
@@ -20,7 +20,7 @@ from k3jax.bench.timing import device_seconds
 from k3jax.config import MoEConfig
 from k3jax.ops.activation import situ_glu
 from k3jax.ops.experts.api import ExpertsTier, routed_experts
-from k3jax.ops.experts.packing import PackedExperts
+from k3jax.ops.experts.packing import PackedExperts, unpack_experts
 from k3jax.ops.experts.reference import combine
 from k3jax.ops.rounding import to_bfloat16
 
@@ -63,32 +63,37 @@ class JaxImplementation(Implementation):
         max_tokens: most tokens.
         call: (z, ids, weights, experts) -> the weighted sum.
         experts: its weights.
+        chained: all calls are one program. Without, each is dispatched, which costs no time where
+            the device needs longer for it than the host.
     """
 
     name: str
     max_tokens: int
     call: Callable[..., jax.Array]
     experts: Any
+    chained: bool = False
 
     @functools.cached_property
-    def _chain(self) -> Callable[..., list[jax.Array]]:
-        once = jax.jit(self.call)  # traced once, however long the chain
+    def _calls(self) -> Callable[..., list[jax.Array]]:
+        once = jax.jit(self.call)  # traced once, however many calls
 
         def calls(z, routes, experts):
             return [once(z, ids, weights, experts) for ids, weights in routes]
 
-        return jax.jit(calls)
+        return jax.jit(calls) if self.chained else calls
 
     def outputs(self, z: jax.Array, routes: Routes) -> list[jax.Array]:
         """See `Implementation`."""
-        return self._chain(z, routes, self.experts)
+        return self._calls(z, routes, self.experts)
 
     def seconds(self, z: jax.Array, routes: Routes) -> float:
         """See `Implementation`."""
-        return device_seconds(lambda: self._chain(z, routes, self.experts))
+        return device_seconds(lambda: self._calls(z, routes, self.experts))
 
 
-PEERS = ("xla", "ragged_dot", "mosaic", "triton_kernels")
+PEERS = ("xla", "ragged_dot", "triton_kernels", "mosaic")
+DEFAULT_PEERS = PEERS[:3]
+"""Without the one that unrolls a loop over all experts, which compiles for half a minute a row."""
 
 
 def peer_names(text: str) -> tuple[str, ...]:
@@ -110,7 +115,7 @@ def peers(
     """The peers of these names that can be had; `say` is told about the others."""
     if "xla" in names:
         call = functools.partial(routed_experts, config=config, tier=ExpertsTier.XLA)
-        yield JaxImplementation("xla", 32, call, experts)
+        yield JaxImplementation("xla", 32, call, jax.jit(unpack_experts)(experts))
     products: dict[str, tuple[int, Callable]] = {}
     if "ragged_dot" in names:
         products["ragged_dot"] = 128, _ragged_dot

@@ -140,20 +140,14 @@ class SoloRank:
         return Launch(kernel, (kernel.blocks, 1, 1), arguments)
 
 
-def with_refill(tail: Program, refill: Launch) -> Program:
-    """The program with a refill in front; the image is its last operand."""
+def with_refill(tail: Program, refill: Launch, times: int = 1) -> Program:
+    """The program with as many refills in front; the image is its last operand."""
     image = ArraySpec((_image_words(refill),), np.dtype(np.uint32))
+    last = (Operand(len(tail.operands)), *refill.arguments[1:])
+    refills = (dataclasses.replace(refill, arguments=last),) * times
     return dataclasses.replace(
-        tail,
-        launches=(_last_image(refill, len(tail.operands)), *tail.launches),
-        operands=(*tail.operands, image),
+        tail, launches=(*refills, *tail.launches), operands=(*tail.operands, image)
     )
-
-
-def refill_alone(tail: Program, refill: Launch) -> Program:
-    """The same operands, but nothing is run after the refill; the result is not written."""
-    both = with_refill(tail, refill)
-    return dataclasses.replace(both, name="refill", launches=both.launches[:1])
 
 
 def _image_words(refill: Launch) -> int:
@@ -162,10 +156,6 @@ def _image_words(refill: Launch) -> int:
     row = (kernel.ranks + 1) * kernel.latent_size + 2 * kernel.hidden_size
     assert isinstance(tokens, int)
     return tokens * row // 2
-
-
-def _last_image(refill: Launch, index: int) -> Launch:
-    return dataclasses.replace(refill, arguments=(Operand(index), *refill.arguments[1:]))
 
 
 def on_operands(program: Program, layout: TailLayout) -> Program:
@@ -228,7 +218,7 @@ def solo_chain(
     ups: Sequence[jax.Array],
     *,
     rounds: int,
-    tail: bool = True,
+    refills: int = 1,
     last: bool = False,
 ):
     """A function that goes `rounds` times through a call for each of `ups`, and its arguments.
@@ -238,11 +228,10 @@ def solo_chain(
         mailboxes: made for it.
         ups: its rows of the up-projection, in each layer.
         rounds: how often.
-        tail: the calls, or only the refills in front of them.
+        refills: in front of each call; it needs one, and another tells what one costs.
         last: return the last output alone.
     """
-    program = (with_refill if tail else refill_alone)(solo.tail(), solo.refill())
-    program = on_operands(program, solo.layout)
+    program = on_operands(with_refill(solo.tail(), solo.refill(), refills), solo.layout)
     rank = solo.rank
     rows = [jnp.asarray(a) for a in (solo.latent[rank], solo.shared[rank], solo.gain)]
 
