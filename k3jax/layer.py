@@ -196,7 +196,14 @@ def _resolve_plan(
             f"{shards} ways; pad the batch and pass token_mask"
         )
     if plan is None:
-        plan = plan_layer(config, num_tokens // shards, tp=tp, output=output, packed=packed)
+        plan = plan_layer(
+            config,
+            num_tokens // shards,
+            tp=tp,
+            output=output,
+            packed=packed,
+            one_process=parallel is None or parallel.one_process,
+        )
     for name, got, want in (
         ("num_tokens", plan.num_tokens, num_tokens // shards),
         ("tp", plan.tp, tp),

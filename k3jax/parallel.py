@@ -84,6 +84,12 @@ class Parallel:
         axis = self.mesh.axis_names.index(self.axis)
         return np.moveaxis(self.mesh.devices, axis, -1).reshape(-1, self.tp).tolist()
 
+    @property
+    def one_process(self) -> bool:
+        """Whether the devices are known, and those of each group belong to one process."""
+        homes = [{device.process_index for device in group} for group in self.device_groups()]
+        return bool(homes) and all(len(home) == 1 for home in homes)
+
     def tokens_spec(self, *rest: str | None) -> P:
         """PartitionSpec of an array whose first axis is tokens."""
         return P(self.token_axes or None, *rest)

@@ -18,6 +18,8 @@ logger = logging.getLogger("k3jax")
 
 DEFAULT_OVERLAP_LIMIT = 256
 """Most tokens for which the shared all-reduce is overlapped rather than merged."""
+FUSION_LIMITS = {("h200", 2): 128}
+"""Most tokens for which the fused tail was faster than every other tier, by device and ranks."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ def plan_layer(
     experts: ExpertsTier | str | None = None,
     tail: TailTier | str | None = None,
     unfinalised: bool = False,
+    one_process: bool = True,
 ) -> LayerPlan:
     """Chooses the tiers of one layer.
 
@@ -96,6 +99,8 @@ def plan_layer(
         experts: force this tier.
         tail: force this tier.
         unfinalised: hand the experts' rows to the fused tail unweighted; it weighs them.
+        one_process: whether all ranks of a group are devices of one process; if not, the fused tail
+            is taken only by name, since it needs them on one machine.
 
     Raises:
         ValueError: an argument is out of range, or a forced tier cannot run; the message says why.
@@ -120,7 +125,7 @@ def plan_layer(
         tail=_choose(
             "tail",
             TailTier,
-            _tail_table(config, num_tokens, tp, target, output, overlap_limit),
+            _tail_table(config, num_tokens, tp, target, output, overlap_limit, one_process),
             tail,
         ),
         unfinalised=unfinalised,
@@ -179,7 +184,13 @@ def _experts_table(
 
 
 def _tail_table(
-    config: MoEConfig, num_tokens: int, tp: int, target: Target, output: str, overlap_limit: int
+    config: MoEConfig,
+    num_tokens: int,
+    tp: int,
+    target: Target,
+    output: str,
+    overlap_limit: int,
+    one_process: bool,
 ) -> list[_Row[TailTier]]:
     if tp == 1:
         merged = "tp is 1: there is nothing to reduce"
@@ -189,14 +200,20 @@ def _tail_table(
         merged = "the output is scattered"
     else:
         merged = None
-    unproven = f"this build's kernel has not run on {target.kind}; take it by name"
+    limit = FUSION_LIMITS.get((target.kind, tp), 0)
+    by_name = None
     if target.arch is None:
-        unproven = "slower than all-reduces between CPU devices; take it by name"
+        by_name = "slower than all-reduces between CPU devices; take it by name"
+    elif not one_process:
+        by_name = "a group spans processes; take it by name where they share a machine"
+    elif num_tokens > limit:
+        by_name = f"not measured as faster on {tp} x {target.kind}; take it by name"
+    fused = f"measured as faster up to {limit} tokens"
     within = f"within the overlap limit of {overlap_limit} tokens"
     past = f"past the overlap limit of {overlap_limit} tokens"
     overlaps = num_tokens <= overlap_limit
     return [
-        _Row(TailTier.TAIL_FUSION, "", fusion_refusal(config, num_tokens, tp, target), unproven),
+        _Row(TailTier.TAIL_FUSION, fused, fusion_refusal(config, num_tokens, tp, target), by_name),
         _Row(TailTier.ALLREDUCE_OVERLAP, within, merged, None if overlaps else past),
         _Row(TailTier.COLUMN_PARALLEL, past, merged, within if overlaps else None),
         _Row(

@@ -1,12 +1,15 @@
 """Tier choices: from static facts alone, each with its reason, never silent."""
 
 import pytest
+from jax.sharding import AbstractMesh
 
 from k3jax.config import MoEConfig
 from k3jax.ops.experts.api import ExpertsTier
 from k3jax.ops.tail.api import TailTier
+from k3jax.parallel import Parallel
 from k3jax.plan import plan_layer
 from k3jax.runtime.target import Target
+from tests.support import data_and_tensor_parallel, parallel_of
 
 K3 = MoEConfig.kimi_k3()
 
@@ -87,3 +90,27 @@ def test_the_log_line_names_every_choice():
     line = str(plan_layer(K3, 300, tp=8, target="b200"))
     assert "300 tokens, tp=8, b200" in line
     assert "tail=column_parallel (past the overlap limit" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "tail", "reason"),
+    [
+        ({}, TailTier.TAIL_FUSION, "measured as faster up to 128 tokens"),
+        ({"num_tokens": 128, "output": "scattered"}, TailTier.TAIL_FUSION, "up to 128 tokens"),
+        ({"num_tokens": 129}, TailTier.ALLREDUCE_OVERLAP, "num_tokens=129 is not in 1..128"),
+        ({"tp": 8}, TailTier.ALLREDUCE_OVERLAP, "not measured as faster on 8 x h200"),
+        ({"tp": 32}, TailTier.ALLREDUCE_OVERLAP, "ranks=32 is not one of"),
+        ({"target": "b200"}, TailTier.ALLREDUCE_OVERLAP, "not measured as faster on 2 x b200"),
+        ({"one_process": False}, TailTier.ALLREDUCE_OVERLAP, "a group spans processes"),
+    ],
+)
+def test_the_fused_tail_is_taken_where_it_was_measured_as_faster(options, tail, reason):
+    plan = plan_layer(K3, **{"num_tokens": 8, "tp": 2, "target": "h200"} | options)
+    assert plan.tail.tier == tail
+    assert reason in (dict(plan.tail.declined).get(TailTier.TAIL_FUSION) or plan.tail.reason)
+
+
+def test_devices_of_one_process_are_known_as_such():
+    assert parallel_of(8).one_process
+    assert data_and_tensor_parallel().one_process
+    assert not Parallel(AbstractMesh((2,), ("tp",))).one_process, "devices are not known yet"

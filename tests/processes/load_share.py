@@ -32,6 +32,7 @@ process, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 jax.distributed.initialize(f"localhost:{port}", 2, process)
 
 parallel = Parallel(Mesh(np.array(jax.devices()), ("tp",)))
+assert not parallel.one_process
 with Meter(folder) as meter:
     params = load_layer(meter, 1, CONFIG, parallel)
 check(params, layer_of(read_checkpoint(folder), 1), parallel)
