@@ -33,16 +33,29 @@ def sanitize(tool: str, name: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-@pytest.mark.parametrize("name", ["router", "decode", "grouped", "ring"])
-def test_clean(tool, name):
-    done = sanitize(tool, name)
+@pytest.mark.parametrize("name", ["router", "decode", "grouped"])
+def test_no_access_out_of_bounds(name):
+    done = sanitize("memcheck", name)
     assert done.returncode == 0, done.stdout[-4000:]
-    summary = {"memcheck": "ERROR SUMMARY: 0 errors", "racecheck": "SUMMARY: 0 hazards displayed"}
-    assert summary[tool] in done.stdout
+    assert "ERROR SUMMARY: 0 errors" in done.stdout
 
 
-@pytest.mark.parametrize(("tool", "name"), [("memcheck", "overrun"), ("racecheck", "race")])
-def test_the_tool_sees_our_kernels(tool, name):
+@pytest.mark.parametrize("name", ["router", "ring", "handover"])
+def test_no_race(name):
+    done = sanitize("racecheck", name)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "RACECHECK SUMMARY: 0 hazards displayed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("tool", "name"),
+    [("memcheck", "overrun"), ("racecheck", "race"), ("racecheck", "handover by one lane")],
+)
+def test_what_the_tool_reports(tool, name):
+    """Planted faults; and a right handover, in which one lane arrives at a barrier for its warp.
+
+    The expert kernels hand over like that, so racecheck cannot judge them as they are. See
+    docs/measured.md for what it said of copies in which every lane arrives.
+    """
     done = sanitize(tool, name)
     assert done.returncode == FOUND, done.stdout[-4000:]
