@@ -181,19 +181,24 @@ class TailGeometry:
         return 32 * self.fetching_warps
 
     @property
-    def summing_warps(self) -> int:
-        """Warps that sum partial latents: the others."""
-        return self.warps - self.fetching_warps
+    def holds_early(self) -> bool:
+        """Whether registers have room for weights before the reduction: not beside 16 tokens."""
+        return self.token_tiles == 1
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether a warp reads its weights into registers before the product: all are kept."""
+        return self.k_parts > 1
 
     @property
     def barriers(self) -> int:
-        """Offset in shared memory of the barriers, after the warps' copies of the header."""
-        return self.warps * HEADER_WORDS * 4
+        """Offset in shared memory of the barriers, after the header."""
+        return HEADER_WORDS * 4
 
     @property
     def num_barriers(self) -> int:
-        """One for the squares, two for buffers of sums, one for each tile of weights."""
-        return 3 + self.tiles
+        """Of the header, of the squares, of two buffers of sums, of each tile of weights."""
+        return 4 + self.tiles
 
     @property
     def parts(self) -> tuple[int, int, int]:

@@ -8,7 +8,6 @@ from k3jax.ops.tail.geometry import TailGeometry
 from k3jax.runtime.workspace import (
     ARMED,
     FAILED_WORD,
-    HEADER_WORDS,
     NOTE_WORD,
     PEERS_WORD,
 )
@@ -86,14 +85,9 @@ class Mailboxes(TailGeometry):
             words.store_peer_word(words.load_address(own + NOTE_WORD * 4), Uint32(awaited))
 
     @cute.jit
-    def header(self, smem: Uint32) -> Uint32:
-        """A warp's copy of the header."""
-        return smem + Uint32(cute.arch.thread_idx()[0] // 32 * (HEADER_WORDS * 4))
-
-    @cute.jit
     def peer(self, smem: Uint32, rank) -> Int64:
         """Address of a rank's workspace."""
-        return words.load_shared_address(self.header(smem) + Uint32(PEERS_WORD * 4 + rank * 8))
+        return words.load_shared_address(smem + Uint32(PEERS_WORD * 4 + rank * 8))
 
     @cute.jit
     def send(self, smem: Uint32, to, rank: Int32, offset: Int64, got):

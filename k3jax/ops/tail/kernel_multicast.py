@@ -30,7 +30,7 @@ class MulticastTailKernel(TailKernel):
     @cute.jit
     def send_to_all(self, smem: Uint32, rank: Int32, offset: Int64, got):
         """1 or 4 words into the workspaces of all ranks."""
-        group = words.load_shared_address(self.header(smem) + Uint32(MULTICAST_WORD * 4))
+        group = words.load_shared_address(smem + Uint32(MULTICAST_WORD * 4))
         words.store_multicast(group + offset, got)
 
 

@@ -65,8 +65,8 @@ from k3jax.runtime.workspace import (
     SLOTS,
 )
 
-SQUARES, SUMS, WEIGHTS = 0, 1, 3
-"""Shared-memory barriers of a block: the squares', both buffers of sums', each tile of weights'."""
+HEADER, SQUARES, SUMS, WEIGHTS = 0, 1, 2, 4
+"""Shared-memory barriers of a block; there are two buffers of sums, and tiles of weights."""
 
 POLLED_LOADS = 8
 """Most loads of 16 bytes that a lane has in flight while it polls partial latents."""
@@ -128,20 +128,15 @@ class TailKernel(Mailboxes, Kernel):
         words.cluster_arrive()
         self.fetch_weights(up_proj, own, up_proj_stride, smem)
         cute.arch.griddepcontrol_wait()
-        lane = thread % 32
-        header = [words.load_peer_word(own + lane * 4, offset) for offset in (0, 128)]
+        header = cute.make_rmem_tensor((2,), Uint32)
+        self.load_header(own, header)
         piece = cute.make_rmem_tensor((4,), Uint32)
         self.load_piece(sources, self.spread_thread(), num_tokens, piece)
         factors = self.load_gain(gain)
         cute.arch.griddepcontrol_launch_dependents()
-
-        # Each warp has a copy: a barrier of the block would wait for the warps that start copies.
-        at = self.header(smem)
-        ptx.store_shared(at + Uint32(lane * 4), header[0])
-        ptx.store_shared(at + Uint32(lane * 4 + 128), header[1])
-        cute.arch.sync_warp()
-        epoch, _, previous, failed = ptx.load_shared_4(at + Uint32(EPOCH_WORD * 4))
-        rank = ptx.load_shared(at + Uint32(RANK_WORD * 4))
+        self.share_header(header, smem)
+        epoch, _, previous, failed = ptx.load_shared_4(smem + Uint32(EPOCH_WORD * 4))
+        rank = ptx.load_shared(smem + Uint32(RANK_WORD * 4))
         if (failed != Uint32(0)) & (failed != epoch + Uint32(1)):
             self.arrive(own, epoch, num_tokens)
             self.fill_with_nan(out, num_tokens)
@@ -153,12 +148,15 @@ class TailKernel(Mailboxes, Kernel):
             self.publish(sources, piece, rank, slot, num_tokens, smem)
             if (epoch != Uint32(0)) & (thread >= self.threads // 2):
                 self.rearm(own, rank, (slot + SLOTS - 1) % SLOTS, Int32(previous))
+            held = []
+            if cutlass.const_expr(self.holds_early):
+                held = self.load_weights(up_proj, rank * up_proj_stride)
             words.cluster_wait()
             left = self.reduce(
                 own, latent, factors, rank, slot, num_tokens, epoch, budget, eps, smem
             )
-            held = self.load_weights(up_proj, rank * up_proj_stride)
-            cute.arch.sync_threads()
+            if cutlass.const_expr(not self.holds_early):
+                held = self.load_weights(up_proj, rank * up_proj_stride)
             left = self.project(own, shared, out, held, rank, slot, num_tokens, epoch, left, smem)
             self.arrive(own, epoch, num_tokens)
             if cutlass.const_expr(not self.scattered):
@@ -226,12 +224,34 @@ class TailKernel(Mailboxes, Kernel):
         return held
 
     @cute.jit
-    def step_weights(self, held: cutlass.Constexpr, step: cutlass.Constexpr, kept: Uint32):
-        """A lane's 16 bytes of rows g and g + 8 for one step; `kept` is the address of step 0."""
-        if cutlass.const_expr(self.k_parts == 1 and step >= self.kept_steps):
-            return held[step - self.kept_steps]
-        at = kept + Uint32(step * STEP * 2)
+    def read_weights(self, kept: cute.Tensor, smem: Uint32):
+        """A lane's weights of all steps, out of shared memory."""
+        for step in cutlass.range_constexpr(self.steps):
+            above, below = self.kept_weights(step, smem)
+            for i in cutlass.range_constexpr(4):
+                kept[8 * step + i], kept[8 * step + 4 + i] = above[i], below[i]
+
+    @cute.jit
+    def kept_weights(self, step: cutlass.Constexpr, smem: Uint32):
+        """A lane's 16 bytes of rows g and g + 8 for one step, out of shared memory."""
+        thread, _, _ = cute.arch.thread_idx()
+        warp, lane = thread // 32, thread % 32
+        row = warp // self.k_parts * TILE_ROWS + lane // 4
+        step = warp % self.k_parts * self.steps + step
+        at = smem + Uint32(self.parts[2] + row * self.weight_bytes + step * (STEP * 2))
+        at = at + Uint32(lane % 4 * 16)
         return ptx.load_shared_4(at), ptx.load_shared_4(at + Uint32(8 * self.weight_bytes))
+
+    @cute.jit
+    def step_weights(self, held: cutlass.Constexpr, kept, step: cutlass.Constexpr, smem: Uint32):
+        """The same from where they are: `held` are the last steps, `kept` all if `reads_all`."""
+        if cutlass.const_expr(self.reads_all):
+            return [kept[8 * step + i] for i in range(4)], [
+                kept[8 * step + 4 + i] for i in range(4)
+            ]
+        if cutlass.const_expr(step >= self.kept_steps):
+            return held[step - self.kept_steps]
+        return self.kept_weights(step, smem)
 
     @cute.jit
     def load_gain(self, gain: Int64):
@@ -244,6 +264,29 @@ class TailKernel(Mailboxes, Kernel):
         return words.load_if(last, gain + Int64(column) * 2)
 
     # ---- header -------------------------------------------------------------------------------
+
+    @cute.jit
+    def load_header(self, own: Int64, header: cute.Tensor):
+        """The first warp's loads of the header, two words a lane."""
+        lane, _, _ = cute.arch.thread_idx()
+        if lane < 32:
+            for i in cutlass.range_constexpr(2):
+                header[i] = words.load_peer_word(own + lane * 4, i * 128)
+
+    @cute.jit
+    def share_header(self, header: cute.Tensor, smem: Uint32):
+        """Returns once the first warp has stored the header into shared memory.
+
+        Not by a barrier of the block: that would wait for the warps that start copies.
+        """
+        lane, _, _ = cute.arch.thread_idx()
+        if lane < 32:
+            for i in cutlass.range_constexpr(2):
+                ptx.store_shared(smem + Uint32(lane * 4 + i * 128), header[i])
+            cute.arch.sync_warp()
+            if lane == 0:
+                ptx.barrier_arrive(self.barrier(smem, HEADER))
+        ptx.barrier_wait(self.barrier(smem, HEADER), Uint32(0))
 
     @cute.jit
     def arrive(self, own: Int64, epoch: Uint32, num_tokens: Int32):
@@ -372,9 +415,7 @@ class TailKernel(Mailboxes, Kernel):
         mailbox = mailbox + Int64(slot) * (self.ranks * self.max_tokens * self.latent_size * 2)
         sources = (mailbox, latent + place)
 
-        # The last warps are busy with copies at first.
-        start = cutlass.select_(warp < self.summing_warps, warp, total)
-        for unit in cutlass.range(start, total, self.summing_warps):
+        for unit in cutlass.range(warp, total, self.warps):
             index = unit // self.row_warps
             summed, left = self.sum_ranks(own, epoch, left, rank, sources, first + index * stride)
             square = Float32(0.0)
@@ -390,7 +431,7 @@ class TailKernel(Mailboxes, Kernel):
                 words.store_async(at, lane, [square], squares)
         ptx.barrier_wait(squares, Uint32(0))
 
-        for unit in cutlass.range(start, total, self.summing_warps):
+        for unit in cutlass.range(warp, total, self.warps):
             index = unit // self.row_warps
             if chunk < self.chunks:
                 scale = self.scale_of(index, eps, smem)
@@ -404,6 +445,8 @@ class TailKernel(Mailboxes, Kernel):
                     self.send_to_all(smem, Int32(-1), to, normed)
                 else:
                     words.store_shared_words(at, normed)
+        if cutlass.const_expr(self.two_shot):
+            cute.arch.sync_threads()  # finished rows take the place of these
         return left
 
     @cute.jit
@@ -454,6 +497,13 @@ class TailKernel(Mailboxes, Kernel):
     def project(self, own, shared, out, held, rank, slot, num_tokens, epoch, left, smem):
         """Rounds of tokens through the matrix instructions; returns what is left of the budget."""
         round_tokens = self.round_tokens * self.k_blocks
+        multiplies = cute.arch.thread_idx()[0] < 32 * self.multipliers
+        kept = cute.make_rmem_tensor((8 * self.steps,), Uint32)
+        tile = cute.arch.thread_idx()[0] // 32 // self.k_parts
+        if multiplies & self.reads_all:
+            self.wait_for_weights(tile, smem)
+            if cutlass.const_expr(self.holds_early):  # while other warps are about to norm
+                self.read_weights(kept, smem)
         for first in cutlass.range(0, num_tokens, round_tokens):
             count = cutlass.min(num_tokens - first, round_tokens)
             number = first // round_tokens
@@ -467,9 +517,13 @@ class TailKernel(Mailboxes, Kernel):
             partials = cute.make_rmem_tensor((self.ranks,), Uint32)
             if here:
                 self.look(loads, partials)
-            if cute.arch.thread_idx()[0] < 32 * self.multipliers:
+            if multiplies:
+                if cutlass.const_expr(not self.reads_all):
+                    self.wait_for_weights(tile, smem)
+                elif cutlass.const_expr(not self.holds_early):
+                    self.read_weights(kept, smem)
                 for group in cutlass.range(0, count, 8 * self.token_tiles):
-                    self.multiply(held, rows, count, group, smem)
+                    self.multiply(held, kept, rows, count, group, smem)
             mine = Uint32(0)
             if here:
                 at = Int64(first + token) * self.hidden_size + rank * self.layout.columns + column
@@ -510,7 +564,7 @@ class TailKernel(Mailboxes, Kernel):
         return left
 
     @cute.jit
-    def multiply(self, held, rows, count, first, smem):
+    def multiply(self, held, kept, rows, count, first, smem):
         """16 weight rows times 8 or 16 tokens, over the warp's part of K.
 
         Tokens past the last repeat it; their sums are dropped.
@@ -525,11 +579,8 @@ class TailKernel(Mailboxes, Kernel):
         zero = Float32(0.0)
         width = 2 // tiles  # two chains of dependent products either way
         chains = [[(zero, zero, zero, zero) for _ in range(width)] for _ in range(tiles)]
-        self.wait_for_weights(tile, smem)
-        kept = smem + Uint32(self.parts[2]) + offset
-        kept = kept + Uint32((tile * TILE_ROWS + lane // 4) * self.weight_bytes)
         for step in cutlass.range_constexpr(self.steps):
-            above, below = self.step_weights(held, step, kept)
+            above, below = self.step_weights(held, kept, step, smem)
             for n in cutlass.range_constexpr(tiles):
                 x = ptx.load_shared_4(places[n] + Uint32(step * STEP * 2))
                 for half in cutlass.range_constexpr(2):
