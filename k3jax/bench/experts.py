@@ -16,7 +16,7 @@ import functools
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,25 +115,27 @@ def run(args: argparse.Namespace) -> int:
     """Prints a table for each routing and tensor-parallel size; status 1 if an output is wrong."""
     if args.load:
         facts = json.loads(args.load.read_text())
-        rows, wrong = [Row(**row) for row in facts["rows"]], False
+        rows = [Row(**row) for row in facts["rows"]]
         print(table(rows))
     else:
         target = Target.current()
         bandwidth = read_bandwidth(target)
         print(f"{target.kind}, floors by {bandwidth / 1e12:.2f} TB/s")
-        rows, wrong = _time_all(args, target, bandwidth)
-        facts = facts_of(rows, bandwidth)
-    if args.json:
-        write_json(facts, args.json)
+        rows, facts = [], facts_of([], bandwidth)
+        for row in _time_all(args, target, bandwidth):
+            rows.append(row)
+            facts = facts_of(filter(None, rows), bandwidth)
+            if args.json:  # a run that is cut short leaves what it measured
+                write_json(facts, args.json)
     if args.plot:
         from k3jax.bench.plot import draw
 
-        draw(rows, facts["device"], args.plot)
-    return 1 if wrong else 0
+        draw([row for row in rows if row], facts["device"], args.plot)
+    return 0 if all(rows) else 1
 
 
-def _time_all(args, target: Target, bandwidth: float) -> tuple[list[Row], bool]:
-    rows, wrong = [], False
+def _time_all(args, target: Target, bandwidth: float) -> Iterator[Row | None]:
+    """Every row as it is measured, None for a wrong output."""
     names = peer_names(args.peers)
     for tp in args.tp:
         experts = jax.jit(pack_experts)(random_experts(_CONFIG, tp, jax.random.key(args.seed)))
@@ -145,13 +147,12 @@ def _time_all(args, target: Target, bandwidth: float) -> tuple[list[Row], bool]:
                 try:
                     row = bench.measure(num_tokens, routing)
                 except WrongOutputError as error:
-                    wrong = True
+                    row = None
                     print(f"{num_tokens:6d}  {error}", file=sys.stderr)
                 else:
-                    rows.append(row)
                     print(_line(row, [peer.name for peer in bench.peers]), flush=True)
+                yield row
         del experts, bench  # they may take half of the memory
-    return rows, wrong
 
 
 @dataclass

@@ -3,14 +3,14 @@
 import dataclasses
 import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import jax
 
 
-def facts_of(rows: Sequence[Any], bandwidth: float) -> dict[str, Any]:
+def facts_of(rows: Iterable[Any], bandwidth: float) -> dict[str, Any]:
     """Rows, which are dataclass instances, and what they were measured on."""
     return {
         "device": jax.devices()[0].device_kind,

@@ -116,10 +116,10 @@ def run(args: argparse.Namespace) -> int:
                 print(f"{num_tokens:6d}  {error}", file=sys.stderr)
             else:
                 rows.append(row)
+                if args.json:  # a run that is cut short leaves what it measured
+                    write_json(facts_of(rows, bandwidth), args.json)
                 parts = "  ".join(f"{name} {time:.1f}" for name, time in row.times.items())
                 print(f"{num_tokens:6d}  floor {floor:.1f}  {parts}", flush=True)
-    if args.json:
-        write_json(facts_of(rows, bandwidth), args.json)
     return 1 if wrong else 0
 
 
