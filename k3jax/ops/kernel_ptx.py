@@ -50,6 +50,11 @@ def store_global_4(address: Int64, word: Uint32):
     _ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};", (), address, word)
 
 
+def store_global_words(address: Int64, words):
+    """Four words."""
+    _ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", (), address, *words)
+
+
 def store_relaxed(address: Int64, word: Uint32):
     """4 bytes that other blocks poll."""
     _ptx("st.relaxed.gpu.global.b32 [{$r0}], {$r1};", (), address, word)
@@ -94,6 +99,11 @@ def load_shared_floats(address: Uint32):
     return _ptx("ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];", [Float32] * 2, address)
 
 
+def load_shared_floats_4(address: Uint32):
+    """Four float32."""
+    return _ptx("ld.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Float32] * 4, address)
+
+
 def store_shared(address: Uint32, word):
     """4 bytes."""
     _ptx("st.shared.b32 [{$r0}], {$r1};", (), address, word)
@@ -102,6 +112,16 @@ def store_shared(address: Uint32, word):
 def store_shared_float(address: Uint32, value: Float32):
     """One float32."""
     _ptx("st.shared.f32 [{$r0}], {$r1};", (), address, value)
+
+
+def store_shared_4(address: Uint32, words):
+    """16 bytes."""
+    _ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", (), address, *words)
+
+
+def store_shared_floats(address: Uint32, low: Float32, high: Float32):
+    """Two float32."""
+    _ptx("st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};", (), address, low, high)
 
 
 def barrier_init(address: Uint32, arrivals: int):

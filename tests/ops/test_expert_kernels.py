@@ -110,6 +110,16 @@ def test_more_tokens_than_the_sum_holds():
     case(decode.MAX_SUMMED_TOKENS + 1).check()
 
 
+@pytest.mark.slow
+def test_more_routes_than_threads_group_them():
+    """Several routes a thread; sums of rows in memory have the bits of those in shared memory."""
+    config = dataclasses.replace(SMALL, num_experts=14, experts_per_token=13)
+    many = case(80, config=config)
+    many.ids[3], many.ids[79, 5] = -1, -1
+    few = dataclasses.replace(many, z=many.z[:9], ids=many.ids[:9], weights=many.weights[:9])
+    np.testing.assert_array_equal(bits(many.check()[:9]), bits(few.run()))
+
+
 @pytest.mark.parametrize("num_sms", [1, 2, 5, 40])
 def test_any_number_of_multiprocessors(num_sms):
     """Fewer than down row tiles, some without any, more than there are."""
@@ -207,7 +217,7 @@ def test_k3_is_served(num_tokens, tp):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(("num_tokens", "tp"), [(8, 8), (8, 16), (64, 2)])
+@pytest.mark.parametrize(("num_tokens", "tp"), [(8, 8), (8, 16), (64, 2), (128, 8)])
 def test_k3_compiles_without_spills(num_tokens, tp, arch):
     program = decode.decode_program(K3, num_tokens, tp, Target.named("h200"))
     for launch in program.launches:
@@ -220,6 +230,7 @@ def test_k3_compiles_without_spills(num_tokens, tp, arch):
     [
         ({}, 8, "cpu", "there are no kernels for cpu"),
         ({}, 129, "h200", "129 tokens are more than the 128"),
+        ({"num_experts": 256, "experts_per_token": 256}, 65, "h200", "32768 routes are more than"),
         ({"latent_size": 384}, 8, "h200", "latent_size=384 is not a multiple of 256"),
         ({"latent_size": 256}, 8, "h200", "latent_size=256 is not from 512 to"),
         ({"expert_intermediate_size": 96}, 8, "h200", "tp = 96 is not a multiple of 64"),

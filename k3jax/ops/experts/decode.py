@@ -1,7 +1,6 @@
 """The routed experts as one custom call of CuTe kernels: what they support, and the program.
 
-Launches: the scratch is prepared (and routes grouped, past 128 of them); the persistent kernel; and
-the weighted sum, where the rows of all tokens do not fit shared memory.
+Launches: the scratch is prepared (and routes grouped, past 128 of them); the persistent kernel.
 """
 
 import jax
@@ -15,6 +14,8 @@ from k3jax.runtime.target import Target
 
 MAX_TOKENS = 128
 """Most tokens of a program: past it a unit of 8 routes is too small to pay for its weights."""
+MAX_ROUTES = 1 << 14
+"""Most routes that are grouped in shared memory."""
 MAX_SUMMED_TOKENS = 64
 """Most tokens whose rows stay in shared memory for the weighted sum."""
 MAX_STAGES = 8
@@ -33,6 +34,9 @@ def refusal(config: MoEConfig, num_tokens: int, tp: int, target: Target) -> str 
         return reason
     if num_tokens > MAX_TOKENS:
         return f"{num_tokens} tokens are more than the {MAX_TOKENS} that it serves"
+    routes = token_bucket(max(num_tokens, 1)) * config.experts_per_token
+    if routes > MAX_ROUTES:
+        return f"{routes} routes are more than the {MAX_ROUTES} that it groups"
     if not 2 <= latent // slice_size <= MAX_WARPS:
         return f"latent_size={latent} is not from {2 * slice_size} to {MAX_WARPS * slice_size}"
     if inner > MAX_BATCH * CHUNK and inner % (GROUP_CHUNKS * CHUNK):
@@ -72,27 +76,23 @@ def decode_program(
 
 def _program(config, num_tokens, tp, target, weighted) -> Program:
     # Kernel modules import the CuTe DSL, which only whoever builds a program needs.
-    from k3jax.ops.experts.kernel_combine import CombineKernel
     from k3jax.ops.experts.kernel_prepare import PrepareKernel
-    from k3jax.ops.experts.kernel_units import TABLE_HEADER_BYTES, UNIT, UNIT_BYTES
+    from k3jax.ops.experts.kernel_units import table_bytes
 
     E, K, L = config.num_experts, config.experts_per_token, config.latent_size
     inner = config.expert_intermediate_size // tp
     routes = num_tokens * K
-    summed = weighted and num_tokens <= MAX_SUMMED_TOKENS
-    main = _main_kernel(config, num_tokens, inner, target, summed)
-    prepare = PrepareKernel(E, groups=not main.groups_itself)
-    max_units = min(routes, E + routes // UNIT)
+    main = _main_kernel(config, num_tokens, inner, target, weighted)
+    prepare = PrepareKernel(E, not main.groups_itself, max_routes=token_bucket(num_tokens) * K)
 
     bfloat16, byte = np.dtype(jax.numpy.bfloat16), np.dtype(np.uint8)
     int32 = np.dtype(np.int32)
     rows = ArraySpec((num_tokens, K, L), bfloat16)
     out = ArraySpec((num_tokens, L), bfloat16) if weighted else rows
     hidden = ArraySpec((routes, inner), bfloat16)
-    units = ArraySpec(((TABLE_HEADER_BYTES + max_units * UNIT_BYTES) // 4,), int32)
-    results = [out, hidden, units]
-    if weighted and not summed:
-        results.append(rows)
+    units = ArraySpec((table_bytes(E, routes) // 4,), int32)
+    through_memory = weighted and not main.keeps_rows
+    results = [out, hidden, units, *([rows] if through_memory else [])]
     operands = (
         ArraySpec((num_tokens, L), bfloat16),
         ArraySpec((num_tokens, K), int32),
@@ -101,8 +101,9 @@ def _program(config, num_tokens, tp, target, weighted) -> Program:
         ArraySpec((E, main.down_tiles, main.down_bytes), byte),
     )
     z, ids, weights, gate_up, down = map(Operand, range(5))
-    target_rows = Result(len(results) - 1) if len(results) > 3 else Result(0)
-    launches = [
+    target_rows = Result(3 if through_memory else 0)
+    addresses = (z, ids, weights, gate_up, down, Result(1), Result(2), target_rows, Result(0))
+    launches = (
         Launch(
             prepare,
             prepare.grid(hidden.num_bytes),
@@ -111,24 +112,20 @@ def _program(config, num_tokens, tp, target, weighted) -> Program:
         Launch(
             main,
             main.grid,
-            (z, ids, weights, gate_up, down, Result(1), Result(2), target_rows, num_tokens),
+            (*addresses, num_tokens),
             overlaps_previous=True,
         ),
-    ]
-    if weighted and not summed:
-        combine = CombineKernel(E, L, K)
-        arguments = (target_rows, ids, weights, Result(0))
-        launches.append(Launch(combine, (num_tokens, 1, 1), arguments, overlaps_previous=True))
+    )
     return Program(
         f"experts_decode_{num_tokens}",
-        tuple(launches),
+        launches,
         operands,
         tuple(results),
         num_scratch=len(results) - 1,
     )
 
 
-def _main_kernel(config, num_tokens, inner, target, summed):
+def _main_kernel(config, num_tokens, inner, target, weighted):
     """The persistent kernel with as deep a ring as shared memory allows."""
     from dataclasses import replace
 
@@ -144,7 +141,8 @@ def _main_kernel(config, num_tokens, inner, target, summed):
         stages=0,
         beta=config.situ_beta,
         linear_beta=config.situ_linear_beta,
-        weighted=summed,
+        weighted=weighted,
+        keeps_rows=weighted and num_tokens <= MAX_SUMMED_TOKENS,
     )
     stages = (target.shared_bytes - kernel.ring_offset) // kernel.slot_bytes
     if stages < MIN_STAGES:

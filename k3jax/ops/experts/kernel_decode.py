@@ -26,7 +26,8 @@ Down. A warp takes jobs of a unit's one or two row tiles (K is short): it loads 
 the unit's routes straight into registers as operand B. They may still be on their way from another
 block: the launch before this one fills them with words 0xFFFFFFFF, which no rounded pair of bf16
 can be, and the warp loads again until none is left. Since a block holds its rows of all units, it
-also holds all slots of each token for these rows, and adds them in slot order in shared memory.
+also holds all slots of each token for these rows, and adds them in slot order: in shared memory,
+or where they do not fit, out of global memory after a barrier of the block.
 
 Why it cannot hang. A ring slot is refilled once every compute warp has read it, and all warps take
 the same sequence of slots. Gate/up of a block waits for nothing outside the block. Down waits
@@ -62,9 +63,8 @@ NOT_WRITTEN = 0xFFFFFFFF
 
 _SLICE = GROUP_CHUNKS * CHUNK
 _ELEMENTS = ROW_TILE * CHUNK // 2
-_COLUMN_BYTES = 80
-_PARTIAL_BYTES = UNIT * _COLUMN_BYTES
-"""A warp's sums: 8 columns of 16 rows, padded so that the stores of a warp meet no bank twice."""
+_PARTIAL_BYTES = UNIT * ROW_TILE * 4
+"""A warp's sums: 8 columns of 16 rows."""
 HEADER_BYTES = 256
 """Shared memory of the barriers."""
 _CUT_BITS = 20
@@ -86,6 +86,7 @@ class DecodeKernel(Kernel):
         beta: soft cap of the gate.
         linear_beta: soft cap of the linear branch, or None.
         weighted: write the weighted sum [T, L] rather than rows [T, top_k, L].
+        keeps_rows: the rows of that sum stay in shared memory; otherwise they go through `rows`.
     """
 
     num_experts: int
@@ -98,6 +99,7 @@ class DecodeKernel(Kernel):
     beta: float
     linear_beta: float | None
     weighted: bool
+    keeps_rows: bool
 
     parameters = (
         ("z", "address"),
@@ -107,6 +109,7 @@ class DecodeKernel(Kernel):
         ("down", "address"),
         ("hidden", "address"),
         ("units", "address"),
+        ("rows", "address"),
         ("out", "address"),
         ("num_tokens", "int32"),
     )
@@ -194,7 +197,7 @@ class DecodeKernel(Kernel):
     def ring_offset(self) -> int:
         """Shared memory of the ring."""
         rows = self.max_tokens * self.top_k * self.block_down_tiles * 2 * ROW_TILE
-        return -(-(self.rows_offset + rows * self.weighted) // 128) * 128
+        return -(-(self.rows_offset + rows * self.keeps_rows) // 128) * 128
 
     @property
     def shared_bytes(self) -> int:
@@ -212,6 +215,7 @@ class DecodeKernel(Kernel):
         down: Int64,
         hidden: Int64,
         units: Int64,
+        rows: Int64,
         out: Int64,
         num_tokens: Int32,
     ):
@@ -257,12 +261,15 @@ class DecodeKernel(Kernel):
         else:
             slot, phase = self.gate_up(shared, units, z, begin, tiles, warp)
             share = (first_row, num_rows, jobs)
-            self.down(shared, units, hidden, out, share, slot, phase, warp)
-        if cutlass.const_expr(self.weighted):
+            self.down(shared, units, hidden, rows, share, slot, phase, warp)
+        if cutlass.const_expr(self.keeps_rows):
             cute.arch.sync_threads()
             self.combine(shared, ids, weights, out, first_row, num_rows, num_tokens)
+        elif cutlass.const_expr(self.weighted):
+            cute.arch.sync_threads()
+            self.combine_stored(ids, weights, rows, out, first_row, num_rows, num_tokens)
         else:
-            self.clear_dropped(ids, out, first_row, num_rows, num_tokens)
+            self.clear_dropped(ids, rows, first_row, num_rows, num_tokens)
 
     @cute.jit
     def init_barriers(self, shared: Uint32):
@@ -436,16 +443,14 @@ class DecodeKernel(Kernel):
     @cute.jit
     def add_partials(self, shared, buffer, column, pair) -> Uint32:
         """Two neurons of one column: sums over the warps, rounded, and SiTU, rounded."""
-        source = shared + Uint32(self.partials_offset + column * _COLUMN_BYTES + pair * 8)
+        piece = (column % 2 * 4 + pair) ^ (column // 2 * 2)
+        source = shared + Uint32(self.partials_offset + column // 2 * 128 + piece * 16)
         source = source + Uint32(buffer * (self.warps * _PARTIAL_BYTES))
-        gate, up = ptx.load_shared_floats(source), ptx.load_shared_floats(source + Uint32(32))
+        sums = ptx.load_shared_floats_4(source)
         for other in cutlass.range_constexpr(1, self.warps):
-            offset = Uint32(other * _PARTIAL_BYTES)
-            more = ptx.load_shared_floats(source + offset)
-            gate = (gate[0] + more[0], gate[1] + more[1])
-            more = ptx.load_shared_floats(source + offset + Uint32(32))
-            up = (up[0] + more[0], up[1] + more[1])
-        gates, ups = ptx.round_pair(*gate), ptx.round_pair(*up)
+            more = ptx.load_shared_floats_4(source + Uint32(other * _PARTIAL_BYTES))
+            sums = [one + two for one, two in zip(sums, more, strict=True)]
+        gates, ups = ptx.round_pair(sums[0], sums[2]), ptx.round_pair(sums[1], sums[3])
         cute.arch.sync_warp()
         ptx.barrier_arrive_after(self.drained(shared, buffer), (gates, ups), pair + column == 0)
         low = ptx.situ(ptx.low_float(gates), ptx.low_float(ups), self.beta, self.linear_beta)
@@ -490,7 +495,7 @@ class DecodeKernel(Kernel):
         return slot, phase
 
     @cute.jit
-    def down(self, shared, units, hidden, out, share, slot, phase, warp):
+    def down(self, shared, units, hidden, rows, share, slot, phase, warp):
         """A compute warp's share of the down jobs: every `warps`-th.
 
         The hidden values of the next job are on their way while the sums of this one are stored.
@@ -529,9 +534,9 @@ class DecodeKernel(Kernel):
                     if batch == self.batches - 1:
                         source, following = next_source, next_route
                     self.load_hidden(columns, source, following)
-                self.store_sums(shared, out, sums, route, row, first_row)
+                self.store_sums(shared, rows, sums, route, row, first_row)
                 if job_rows == 2:
-                    self.store_sums(shared, out, more, route, row + 1, first_row)
+                    self.store_sums(shared, rows, more, route, row + 1, first_row)
                 row, route = next_row, next_route
             cute.arch.sync_warp()
             if lane == 0:
@@ -576,12 +581,17 @@ class DecodeKernel(Kernel):
 
     @cute.jit
     def store_partial(self, shared: Uint32, index: Int32, lane: Int32, sums: cute.Tensor):
-        """A warp's 16 x 8 sums, column by column."""
-        column = shared + Uint32(self.partials_offset + index * _PARTIAL_BYTES)
-        column = column + Uint32(lane % 4 * (2 * _COLUMN_BYTES) + lane // 4 * 4)
-        for value in cutlass.range_constexpr(4):
-            offset = value % 2 * _COLUMN_BYTES + value // 2 * 32
-            ptx.store_shared_float(column + Uint32(offset), sums[value] + sums[value + 4])
+        """A warp's 16 x 8 sums, column by column, each gate row beside its up row.
+
+        Of the 8 pieces of 16 bytes of two columns, piece p stands at p ^ 2 c, c being the pair of
+        columns, so that neither these stores nor the loads of the sums meet a bank twice.
+        """
+        pair, row = lane % 4, lane // 4
+        place = shared + Uint32(self.partials_offset + index * _PARTIAL_BYTES)
+        place = place + Uint32(pair * 128 + ((row // 2) ^ (2 * pair)) * 16 + row % 2 * 8)
+        for side in cutlass.range_constexpr(2):
+            gate, up = sums[side] + sums[side + 4], sums[side + 2] + sums[side + 6]
+            ptx.store_shared_floats(place ^ Uint32(64 * side), gate, up)
 
     @cute.jit
     def find_hidden(self, shared, units, hidden, unit):
@@ -626,7 +636,7 @@ class DecodeKernel(Kernel):
             first += size
 
     @cute.jit
-    def store_sums(self, shared, out, sums, route, row, first_row):
+    def store_sums(self, shared, rows, sums, route, row, first_row):
         """Rounds a down tile and stores it where its consumer reads it.
 
         A lane holds rows 2g and 2g + 1 of the tile for two columns; lane 4c knows column c's route.
@@ -636,17 +646,17 @@ class DecodeKernel(Kernel):
             pair = ptx.round_pair(sums[side] + sums[side + 4], sums[side + 2] + sums[side + 6])
             target = cute.arch.shuffle_sync(route, lane % 4 * 8 + side * 4)
             if target >= 0:
-                self.store_row(shared, out, target, row, first_row, lane // 4 * 4, pair)
+                self.store_row(shared, rows, target, row, first_row, lane // 4 * 4, pair)
 
     @cute.jit
-    def store_row(self, shared, out, route, row, first_row, offset, pair):
+    def store_row(self, shared, rows, route, row, first_row, offset, pair):
         """Two elements of a route's row: kept for the weighted sum, or written out."""
-        if cutlass.const_expr(self.weighted):
+        if cutlass.const_expr(self.keeps_rows):
             place = (route * self.block_down_tiles + row) * (2 * ROW_TILE) + offset
             ptx.store_shared(shared + Uint32(self.rows_offset + place), pair)
         else:
             place = (first_row + row) * (2 * ROW_TILE) + offset
-            ptx.store_global(out + Int64(route) * (2 * self.latent) + place, pair)
+            ptx.store_global(rows + Int64(route) * (2 * self.latent) + place, pair)
 
     @cute.jit
     def combine(self, shared, ids, weights, out, first_row, num_rows, num_tokens):
@@ -668,6 +678,33 @@ class DecodeKernel(Kernel):
             ptx.store_global(out + place, ptx.round_pair(low, high))
 
     @cute.jit
+    def combine_stored(self, ids, weights, rows, out, first_row, num_rows, num_tokens):
+        """`combine` with the rows that this block has stored in global memory, 8 columns a lane."""
+        thread, _, _ = cute.arch.thread_idx()
+        pieces = num_rows * (ROW_TILE // 8)
+        for index in cutlass.range(thread, num_tokens * pieces, self.threads):
+            token, piece = index // pieces, index % pieces
+            place = Int64(first_row * ROW_TILE + piece * 8) * 2
+            first = Int64(token) * self.top_k
+            sums = self.zeros(8, Float32)
+            loaded = [
+                ptx.load_relaxed_4(rows + (first + slot) * (2 * self.latent) + place)
+                for slot in range(self.top_k)
+            ]
+            for slot in cutlass.range_constexpr(self.top_k):
+                expert = ptx.load_global(ids + (first + slot) * 4)
+                weight = ptx.load_global_float(weights + (first + slot) * 4)
+                if Uint32(expert) < Uint32(self.num_experts):
+                    for word in cutlass.range_constexpr(4):
+                        low, high = (
+                            read(loaded[slot][word]) for read in (ptx.low_float, ptx.high_float)
+                        )
+                        sums[2 * word] = ptx.fused(weight, low, sums[2 * word])
+                        sums[2 * word + 1] = ptx.fused(weight, high, sums[2 * word + 1])
+            pairs = [ptx.round_pair(sums[2 * word], sums[2 * word + 1]) for word in range(4)]
+            ptx.store_global_words(out + Int64(token) * (2 * self.latent) + place, pairs)
+
+    @cute.jit
     def chosen(self, shared: Uint32, ids: Int64, weights: Int64, route: Int32):
         """Expert and weight of a route."""
         expert, weight = Int32(0), Float32(0.0)
@@ -681,12 +718,12 @@ class DecodeKernel(Kernel):
         return expert, weight
 
     @cute.jit
-    def clear_dropped(self, ids, out, first_row, num_rows, num_tokens):
+    def clear_dropped(self, ids, rows, first_row, num_rows, num_tokens):
         """Zeros in this block's part of the rows of dropped routes."""
         thread, _, _ = cute.arch.thread_idx()
         for route in cutlass.range(thread, num_tokens * self.top_k, self.threads):
             if Uint32(ptx.load_global(ids + Int64(route) * 4)) >= Uint32(self.num_experts):
-                target = out + (Int64(route) * self.latent + first_row * ROW_TILE) * 2
+                target = rows + (Int64(route) * self.latent + first_row * ROW_TILE) * 2
                 for piece in cutlass.range(num_rows * 2):
                     ptx.store_global_4(target + piece * 16, Uint32(0))
 
@@ -755,7 +792,8 @@ REPRESENTATIVES = {
         stages=stages,
         beta=4.0,
         linear_beta=25.0,
-        weighted=max_tokens <= 64,
+        weighted=True,
+        keeps_rows=max_tokens <= 64,
     )
     for max_tokens, inner, stages in ((8, 384, 6), (8, 192, 6), (64, 384, 4), (128, 384, 7))
 }

@@ -6,7 +6,8 @@ pair of bf16 can be; the next launch waits for data by waiting for these words t
 Block 0 groups routes (token, slot) into units of at most 8 routes of one expert, experts ascending,
 routes of an expert ascending: a counting sort. Each warp takes a contiguous range of routes and
 counts experts, 32 routes at a time; running totals over warps and experts turn the counts into
-places; a second pass over the same routes writes them.
+places. The table is put together in shared memory, for its words would reach global memory one by
+one.
 
 No block waits for another, so the kernel cannot hang.
 """
@@ -18,7 +19,13 @@ from cutlass import Int32, Int64, Uint32, cute
 
 from k3jax.ops import kernel_ptx as ptx
 from k3jax.ops.experts.kernel_decode import NOT_WRITTEN
-from k3jax.ops.experts.kernel_units import UNIT, record_offset
+from k3jax.ops.experts.kernel_units import (
+    TABLE_HEADER_BYTES,
+    UNIT,
+    UNIT_BYTES,
+    record_offset,
+    table_bytes,
+)
 from k3jax.runtime.program import Kernel
 
 _FILL_BYTES = 64
@@ -32,10 +39,12 @@ class PrepareKernel(Kernel):
     Attributes:
         num_experts: E, at most 1024; ids outside 0 .. E - 1 are dropped.
         groups: whether block 0 groups.
+        max_routes: most routes of a launch.
     """
 
     num_experts: int
     groups: bool
+    max_routes: int = 1024
 
     parameters = (
         ("ids", "address"),
@@ -56,9 +65,21 @@ class PrepareKernel(Kernel):
         return self.threads // 32
 
     @property
+    def rounds(self) -> int:
+        """Routes of a thread."""
+        return -(-self.max_routes // self.threads)
+
+    @property
     def shared_bytes(self) -> int:
-        """Counts of each warp and expert, first unit of each expert, totals of each warp."""
-        return 4 * ((self.warps + 1) * self.num_experts + self.warps) if self.groups else 0
+        """Totals of each warp, first unit of each expert; counts of both, and later the table."""
+        counts = 4 * self.warps * self.num_experts
+        table = table_bytes(self.num_experts, self.max_routes)
+        return self.groups * (self.counts_offset + max(counts, table))
+
+    @property
+    def counts_offset(self) -> int:
+        """Shared memory of the counts, whole pieces of 16 bytes in."""
+        return -(-4 * (self.warps + self.num_experts) // 16) * 16
 
     def grid(self, hidden_bytes: int) -> tuple[int, int, int]:
         """Blocks that fill `hidden_bytes`, and one that groups."""
@@ -94,49 +115,76 @@ class PrepareKernel(Kernel):
         """The counting sort."""
         thread, _, _ = cute.arch.thread_idx()
         warp, lane = thread // 32, thread % 32
-        counts = Uint32(cute.arch.get_dyn_smem(Uint32, alignment=128).toint())
-        bases = counts + Uint32(4 * self.warps * self.num_experts)
+        totals = Uint32(cute.arch.get_dyn_smem(Uint32, alignment=128).toint())
+        bases, counts = totals + Uint32(4 * self.warps), totals + Uint32(self.counts_offset)
         mine = counts + Uint32(warp * (4 * self.num_experts))
-        for index in cutlass.range(thread, self.warps * self.num_experts, self.threads):
-            ptx.store_shared(counts + Uint32(index * 4), Int32(0))
+        first = warp * (32 * self.rounds) + lane
+        experts = [
+            self.expert_at(ids, first + 32 * turn, num_routes) for turn in range(self.rounds)
+        ]
+        for index in cutlass.range(lane, self.num_experts, 32, unroll=4):
+            ptx.store_shared(mine + Uint32(index * 4), Int32(0))
+        cute.arch.sync_warp()
+        ranks = [self.rank_among(expert, mine) for expert in experts]
         cute.arch.sync_threads()
 
-        share = (num_routes + self.threads - 1) // self.threads * 32
-        begin, end = warp * share, cutlass.min(warp * share + share, num_routes)
-        for first in cutlass.range(begin, end, 32):
-            self.rank(ids, mine, first + lane, end)
-        cute.arch.sync_threads()
-
-        total = self.sum_counts(counts)
-        own_units = (total + UNIT - 1) // UNIT
-        base = self.scan(own_units, bases + Uint32(4 * self.num_experts), units)
+        own_units = (self.sum_counts(counts) + UNIT - 1) // UNIT
+        base, num_units = self.scan(own_units, totals)
         if thread < self.num_experts:
             ptx.store_shared(bases + Uint32(thread * 4), base)
-            for index in cutlass.range(own_units):
-                record = units + record_offset(base + index)
-                ptx.store_global(record, thread)
-                for column in cutlass.range_constexpr(UNIT):
-                    if index * UNIT + column >= total:
-                        ptx.store_global(record + 4 + column * 4, Int32(-1))
+        cute.arch.sync_threads()
+        places = [
+            self.place(bases, mine, expert, rank)
+            for expert, rank in zip(experts, ranks, strict=True)
+        ]
         cute.arch.sync_threads()
 
-        for first in cutlass.range(begin, end, 32):
-            expert, rank = self.rank(ids, mine, first + lane, end)
-            if expert < self.num_experts:
-                unit = ptx.load_shared(bases + Uint32(expert * 4)) + rank // UNIT
-                ptx.store_global(units + record_offset(unit) + 4 + rank % UNIT * 4, first + lane)
+        # The counts have served: the table is put together in their place, then copied.
+        pieces = (TABLE_HEADER_BYTES + num_units * UNIT_BYTES + 15) // 16
+        for piece in cutlass.range(thread, pieces, self.threads):
+            ptx.store_shared_4(counts + Uint32(piece * 16), [Uint32(0xFFFFFFFF)] * 4)
+        cute.arch.sync_threads()
+        if thread == 0:
+            ptx.store_shared(counts, num_units)
+        for unit in cutlass.range(own_units):
+            ptx.store_shared(counts + Uint32(record_offset(base + unit)), thread)
+        for turn in cutlass.range_constexpr(self.rounds):
+            if experts[turn] < self.num_experts:
+                ptx.store_shared(counts + Uint32(places[turn]), first + 32 * turn)
+        cute.arch.sync_threads()
+        for piece in cutlass.range(thread, pieces, self.threads):
+            words = ptx.load_shared_4(counts + Uint32(piece * 16))
+            ptx.store_global_words(units + Int64(piece) * 16, words)
 
     @cute.jit
-    def rank(self, ids: Int64, counts: Uint32, route: Int32, end: Int32):
-        """Expert of this lane's route, and its place among the expert's; counts it.
+    def place(self, bases: Uint32, counts: Uint32, expert: Int32, rank: Int32) -> Int32:
+        """Where in the table a route goes that is its warp's `rank`-th of an expert."""
+        offset = Int32(0)
+        if expert < self.num_experts:
+            rank += ptx.load_shared(counts + Uint32(expert * 4))
+            unit = ptx.load_shared(bases + Uint32(expert * 4)) + rank // UNIT
+            offset = Int32(record_offset(unit)) + 4 + rank % UNIT * 4
+        return offset
 
-        The expert is `num_experts` where there is no route or its id is out of range.
-        """
+    @cute.jit
+    def expert_at(self, ids: Int64, route: Int32, end: Int32) -> Int32:
+        """A route's expert, or `num_experts` where there is no route or its id is out of range."""
         expert = Int32(self.num_experts)
         if route < end:
             expert = ptx.load_global(ids + Int64(route) * 4)
             if Uint32(expert) >= Uint32(self.num_experts):
                 expert = Int32(self.num_experts)
+        return expert
+
+    @cute.jit
+    def rank(self, ids: Int64, counts: Uint32, route: Int32, end: Int32):
+        """Expert of this lane's route, and its place among the expert's; counts it."""
+        expert = self.expert_at(ids, route, end)
+        return expert, self.rank_among(expert, counts)
+
+    @cute.jit
+    def rank_among(self, expert: Int32, counts: Uint32) -> Int32:
+        """How many routes of the warp before this lane's have its expert; counts them."""
         peers = Uint32(0xFFFFFFFF)
         for bit in cutlass.range_constexpr(self.num_experts.bit_length()):
             here = (expert >> bit) & 1
@@ -153,7 +201,7 @@ class PrepareKernel(Kernel):
         if counted & (before == 0):
             ptx.store_shared(counter, rank + Int32(cute.arch.popc(peers)))
         cute.arch.sync_warp()
-        return expert, rank
+        return rank
 
     @cute.jit
     def sum_counts(self, counts: Uint32) -> Int32:
@@ -161,35 +209,44 @@ class PrepareKernel(Kernel):
         thread, _, _ = cute.arch.thread_idx()
         total = Int32(0)
         if thread < self.num_experts:
+            place = counts + Uint32(thread * 4)
+            offsets = [Uint32(warp * (4 * self.num_experts)) for warp in range(self.warps)]
+            loaded = [ptx.load_shared(place + offset) for offset in offsets]
             for warp in cutlass.range_constexpr(self.warps):
-                counter = counts + Uint32(thread * 4 + warp * (4 * self.num_experts))
-                count = ptx.load_shared(counter)
-                ptx.store_shared(counter, total)
-                total += count
+                ptx.store_shared(place + offsets[warp], total)
+                total += loaded[warp]
         return total
 
     @cute.jit
-    def scan(self, value: Int32, totals: Uint32, units: Int64) -> Int32:
-        """Sum of `value` over the threads before this one; the whole sum heads the table."""
+    def scan(self, value: Int32, totals: Uint32):
+        """Sum of `value` over the threads before this one, and over all."""
         thread, _, _ = cute.arch.thread_idx()
         warp, lane = thread // 32, thread % 32
-        running = value
-        for step in cutlass.range_constexpr(5):
-            below = cute.arch.shuffle_sync_up(running, 1 << step, mask_and_clamp=0)
-            if lane >= 1 << step:
-                running += below
+        running = _scan_warp(value)
         if lane == 31:
             ptx.store_shared(totals + Uint32(warp * 4), running)
         cute.arch.sync_threads()
-        base = running - value
-        for other in cutlass.range(warp):
-            base += ptx.load_shared(totals + Uint32(other * 4))
-        if thread == self.threads - 1:
-            ptx.store_global(units, base + value)
-        return base
+        of_warps = _scan_warp(ptx.load_shared(totals + Uint32(lane * 4)))
+        whole = cute.arch.shuffle_sync(of_warps, 31)
+        before = cute.arch.shuffle_sync(of_warps, (warp + 31) % 32)
+        if warp == 0:
+            before = Int32(0)
+        return before + running - value, whole
+
+
+@cute.jit
+def _scan_warp(value: Int32) -> Int32:
+    """Sum of `value` over the lanes up to this one."""
+    lane = cute.arch.lane_idx()
+    for step in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(value, 1 << step, mask_and_clamp=0)
+        if lane >= 1 << step:
+            value += below
+    return value
 
 
 REPRESENTATIVES = {
     "prepare, few routes": PrepareKernel(num_experts=896, groups=False),
     "prepare and group routes": PrepareKernel(num_experts=896, groups=True),
+    "prepare and group 2048 routes": PrepareKernel(num_experts=896, groups=True, max_routes=2048),
 }

@@ -30,9 +30,15 @@ def scratch_bytes(num_experts: int) -> int:
     return 16 + 4 * num_experts * (MAX_BLOCK_ROUTES // UNIT)
 
 
+def table_bytes(num_experts: int, num_routes: int) -> int:
+    """Most bytes of the table in global memory, whole pieces of 16."""
+    units = min(num_routes, num_experts + num_routes // UNIT)
+    return -(-(TABLE_HEADER_BYTES + units * UNIT_BYTES) // 16) * 16
+
+
 def record_offset(unit):
     """Where a unit stands in the table in global memory."""
-    return TABLE_HEADER_BYTES + Int64(unit) * UNIT_BYTES
+    return TABLE_HEADER_BYTES + unit * UNIT_BYTES
 
 
 @cute.jit
