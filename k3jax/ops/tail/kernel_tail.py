@@ -9,11 +9,11 @@ columns) and, with its cluster, share g of the rank's rows of the up-projection.
 - At entry the last warps start bulk copies of the block's weights into shared memory, tile by tile,
   before `griddepcontrol.wait`: nothing on the device writes weights. Bulk copies, because 57 KB of
   loads would fill the queue that every other access of the multiprocessor goes through. Starting
-  one takes 17 ns, 4 us for all at TP=2, so the other warps do without these at first: they have
-  their own copies of the header, and no barrier of the block comes before the norm is done. What
-  shared memory cannot hold (a fifth at TP=2) goes into registers, after the reduction has polled.
-  Every lane loads what depends on nothing: words of the header, its first piece of the partials,
-  its part of the norm's gain.
+  one takes 17 ns, 4 us for all at TP=2, so nobody waits for these warps before the norm is done;
+  that is why the header, which one warp loads, is handed to the others by a barrier of its own.
+  Every lane loads what else depends on nothing: its first piece of the partials and its part of the
+  norm's gain. What shared memory cannot hold of the weights (a fifth at TP=2) goes into registers,
+  once the partials are on their way.
 - All blocks publish to the other ranks: partial latents (or the weighted sum of the unfinalised
   rows) and slices of the shared partial, spread over the grid by warps. Then the upper half of the
   warps re-arms the previous slot, while the lower one polls. What a rank needs of its own partials
