@@ -61,7 +61,8 @@ class TailWorkspaces:
         Raises:
             ValueError: a GPU has another place in another group of this layout, or XLA is told to
                 run calls of one program at once.
-            NotImplementedError: the group reaches over several machines.
+            NotImplementedError: the group reaches over several machines, or its processes do not
+                all see the same cards.
             RuntimeError: a process failed, for example as a device cannot address another one.
         """
         process = jax.process_index()
@@ -114,6 +115,8 @@ class TailWorkspaces:
                 handles[place] = bytes.fromhex(answers[home])[place]
             _call("k3jax_tail_connect", *self._place, handles if shared else None)
 
+        if shared:
+            _refuse_hidden_cards(set(self.homes))
         answers = self._on_one_machine(allocate)
         if shared:
             self._share_memory(process, functools.partial(_call, "k3jax_tail_share", *self._place))
@@ -174,6 +177,18 @@ def _refuse_concurrency() -> None:
             "XLA_FLAGS has --xla_gpu_command_buffer_scheduling_mode=CONCURRENT, with which two "
             "calls of the fused tail could run at once on the same mailboxes; leave it out, or "
             "choose tail='allreduce_overlap'"
+        )
+
+
+def _refuse_hidden_cards(homes: set[int]) -> None:
+    """Mapping the memory of a card that a process cannot name has not been seen to work."""
+    own = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    visible = processes.gather("the fused tail's cards", homes, own)
+    if len(set(visible.values())) > 1:
+        raise NotImplementedError(
+            f"processes of one group see different cards (CUDA_VISIBLE_DEVICES={visible}); let all "
+            "see all, and choose with jax.distributed.initialize(local_device_ids=...), or take "
+            "tail='allreduce_overlap'"
         )
 
 

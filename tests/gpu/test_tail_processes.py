@@ -1,4 +1,4 @@
-"""The fused tail over two processes with a GPU each; both on one card where there is only one.
+"""The fused tail over two processes with a GPU each.
 
 Run as a module, this file is one of the two processes.
 """
@@ -52,26 +52,17 @@ LAYER = MoEConfig(
 SPECS = (P("tp"), P("tp"), P(), P())
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_two_processes(tmp_path, masked):
-    """If masked, a process cannot name the other's card."""
+def test_two_processes(tmp_path):
+    if len(jax.devices()) < RANKS:
+        pytest.skip(f"needs {RANKS} GPUs, there are {len(jax.devices())}")
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"
-    cards = len(jax.devices())
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(cards)))).split(",")
-
-    def environment(rank):
-        visible = {"CUDA_VISIBLE_DEVICES": names[rank % cards]} if masked else {}
-        return os.environ | visible | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-
-    def arguments(rank):
-        return address, str(rank), str(0 if masked else rank % cards), str(tmp_path)
-
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     workers = [
         subprocess.Popen(
-            [sys.executable, "-m", __name__, *arguments(rank)],
-            env=environment(rank),
+            [sys.executable, "-m", __name__, address, str(rank), str(tmp_path)],
+            env=environment,
             cwd=Path(__file__).parent.parent.parent,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -159,9 +150,9 @@ def programs_that_differ_are_named(mesh, rank, rng):
         step(arrays)
 
 
-def worker(address: str, rank: int, card: int, folder: Path) -> None:
+def worker(address: str, rank: int, folder: Path) -> None:
     jax.distributed.initialize(
-        address, RANKS, rank, local_device_ids=[card], initialization_timeout=60,
+        address, RANKS, rank, local_device_ids=[rank], initialization_timeout=60,
         shutdown_timeout_seconds=5,
     )  # fmt: skip
     fused.POLL_BUDGET = POLL_BUDGET
@@ -215,4 +206,4 @@ def worker(address: str, rank: int, card: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    worker(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    worker(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

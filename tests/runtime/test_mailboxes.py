@@ -1,6 +1,7 @@
 """Who makes the fused tail's workspaces, for which devices, and what is refused."""
 
 import dataclasses
+import os
 import re
 
 import jax
@@ -13,6 +14,7 @@ from k3jax.runtime.workspace import TailLayout
 
 LAYOUT = TailLayout(2, 128, 3584, 7168)
 OWN = jax.process_index()
+CARDS = os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +129,7 @@ def handles_of(rank, byte):
 
 
 def test_processes_exchange_the_handles_of_their_own_gpus(library, monkeypatch):
-    peer = Peer(monkeypatch, ["+HOST " + handles_of(1, 0xBB).hex(), "+HOST ", "+", "+"])
+    peer = Peer(monkeypatch, [CARDS, "+HOST " + handles_of(1, 0xBB).hex(), "+HOST ", "+", "+"])
     group = over_two_processes()
     assert group.devices == (0, ELSEWHERE)
     group.create()
@@ -135,7 +137,7 @@ def test_processes_exchange_the_handles_of_their_own_gpus(library, monkeypatch):
     name, created = library.calls[1][-2:]
     assert name.startswith(b"/k3jax-")
     assert created
-    assert peer.said[1].endswith(name.decode())
+    assert peer.said[2].endswith(name.decode())
     table = library.calls[2][-1].raw
     assert table[HANDLE_BYTES : 2 * HANDLE_BYTES] == b"\xbb" * HANDLE_BYTES
 
@@ -158,7 +160,7 @@ def test_cpu_devices_of_two_processes_share_memory(library, monkeypatch):
 
 
 def test_what_fails_on_one_process_fails_on_all(library, monkeypatch):
-    first = ["+HOST " + handles_of(1, 1).hex(), "+HOST ", "+"]
+    first = [CARDS, "+HOST " + handles_of(1, 1).hex(), "+HOST ", "+"]
     Peer(monkeypatch, [*first, "-device 0 cannot address rank 0", *first, "+"])
     with pytest.raises(RuntimeError, match=f"process {OWN + 1} could not: device 0 cannot address"):
         over_two_processes().create()
@@ -168,10 +170,17 @@ def test_what_fails_on_one_process_fails_on_all(library, monkeypatch):
 
 
 def test_a_group_over_machines_is_refused_by_name(library, monkeypatch):
-    Peer(monkeypatch, ["+HOST " + handles_of(1, 1).hex()], host="elsewhere")
+    Peer(monkeypatch, [CARDS, "+HOST " + handles_of(1, 1).hex()], host="elsewhere")
     with pytest.raises(NotImplementedError, match=r"fabric handles are not built.*overlap"):
         over_two_processes().create()
     assert library.names == ["allocate"]
+
+
+def test_processes_that_see_different_cards_are_refused(library, monkeypatch):
+    Peer(monkeypatch, [CARDS + "7"])
+    with pytest.raises(NotImplementedError, match=r"different cards.*local_device_ids"):
+        over_two_processes().create()
+    assert library.names == []
 
 
 def test_processes_that_disagree_are_named(monkeypatch):
