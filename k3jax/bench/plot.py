@@ -23,6 +23,7 @@ def draw(rows: "list[Row]", device: str, file: Path) -> None:
     lines = list(_lines(rows))
     for axes in (times, ratios):
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlabel("tokens")
         axes.grid(alpha=0.3)
     if lines:
@@ -32,7 +33,7 @@ def draw(rows: "list[Row]", device: str, file: Path) -> None:
         ratios.plot(tokens, [row.ratio for row in line], marker="o", markersize=4, label=label)
     ratios.axhline(1, color="black", linewidth=0.8)
     ratios.set_ylim(bottom=0)
-    ratios.set_ylabel("time over the time that reading the chosen experts takes")
+    ratios.set_ylabel("time over memory floor")
     ratios.legend()
     figure.suptitle(f"Routed experts of one rank, {device}")
     figure.savefig(file, dpi=120)
@@ -47,6 +48,7 @@ def _draw_times(axes, label: str, line: "list[Row]") -> None:
         points = [(row.num_tokens, row.peers[name]) for row in line if name in row.peers]
         axes.plot(*zip(*points, strict=True), marker=".", label=name)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylabel("microseconds a call")
     axes.set_title(label)
     axes.legend()
