@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +69,14 @@ def test_tables_and_json(tmp_path, capsys):
     again = capsys.readouterr().out
     assert again.splitlines()[1:] == printed.splitlines()[2:]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_rows_that_readme_shows(capsys):
+    file = Path(__file__).parents[1] / "docs/bench/experts_h200.json"
+    assert run("--load", str(file)) == 0
+    assert capsys.readouterr().out.count("one rank of TP=") >= 4
+    rows = [bench.Row(**row) for row in json.loads(file.read_text())["rows"]]
+    assert all(row.error <= bench.LIMIT and row.ratio > 1 for row in rows)
 
 
 def test_peers_are_checked_too(monkeypatch, capsys):
