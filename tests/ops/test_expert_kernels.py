@@ -206,7 +206,7 @@ def test_grouping_before_or_inside_gives_the_same_bits():
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize("num_tokens", [1, 8, 9, 64, 65, 128])
+@pytest.mark.parametrize("num_tokens", [1, 8, 9, 64, 65, 128, 129, 256])
 def test_k3_is_served(num_tokens, tp):
     for kind in ("h200", "b200", "b300"):
         program = decode.decode_program(K3, num_tokens, tp, Target.named(kind))
@@ -217,7 +217,7 @@ def test_k3_is_served(num_tokens, tp):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(("num_tokens", "tp"), [(8, 8), (8, 16), (64, 2), (128, 8)])
+@pytest.mark.parametrize(("num_tokens", "tp"), [(8, 8), (8, 16), (64, 2), (256, 8)])
 def test_k3_compiles_without_spills(num_tokens, tp, arch):
     program = decode.decode_program(K3, num_tokens, tp, Target.named("h200"))
     for launch in program.launches:
@@ -229,7 +229,7 @@ def test_k3_compiles_without_spills(num_tokens, tp, arch):
     ("change", "tokens", "kind", "reason"),
     [
         ({}, 8, "cpu", "there are no kernels for cpu"),
-        ({}, 129, "h200", "129 tokens are more than the 128"),
+        ({}, 257, "h200", "257 tokens are more than the 256"),
         ({"num_experts": 256, "experts_per_token": 256}, 65, "h200", "32768 routes are more than"),
         ({"latent_size": 384}, 8, "h200", "latent_size=384 is not a multiple of 256"),
         ({"latent_size": 256}, 8, "h200", "latent_size=256 is not from 512 to"),

@@ -12,7 +12,7 @@ from k3jax.runtime.buckets import token_bucket
 from k3jax.runtime.program import ArraySpec, Launch, Operand, Program, Result
 from k3jax.runtime.target import Target
 
-MAX_TOKENS = 128
+MAX_TOKENS = 256
 """Most tokens of a program: past it a unit of 8 routes is too small to pay for its weights."""
 MAX_ROUTES = 1 << 14
 """Most routes that are grouped in shared memory."""

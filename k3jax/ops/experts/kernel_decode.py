@@ -795,5 +795,5 @@ REPRESENTATIVES = {
         weighted=True,
         keeps_rows=max_tokens <= 64,
     )
-    for max_tokens, inner, stages in ((8, 384, 6), (8, 192, 6), (64, 384, 4), (128, 384, 7))
+    for max_tokens, inner, stages in ((8, 384, 6), (8, 192, 6), (64, 384, 5), (256, 384, 7))
 }

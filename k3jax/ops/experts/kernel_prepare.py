@@ -248,5 +248,5 @@ def _scan_warp(value: Int32) -> Int32:
 REPRESENTATIVES = {
     "prepare, few routes": PrepareKernel(num_experts=896, groups=False),
     "prepare and group routes": PrepareKernel(num_experts=896, groups=True),
-    "prepare and group 2048 routes": PrepareKernel(num_experts=896, groups=True, max_routes=2048),
+    "prepare and group 4096 routes": PrepareKernel(num_experts=896, groups=True, max_routes=4096),
 }
