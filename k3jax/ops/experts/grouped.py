@@ -3,6 +3,8 @@
 Launches: routes are sorted, tokens permuted meanwhile; gate/up with SiTU; down; the weighted sum.
 """
 
+import dataclasses
+
 import jax
 import numpy as np
 
@@ -13,13 +15,15 @@ from k3jax.runtime.target import Target
 
 ARCH = "sm_90a"
 """The one architecture with warpgroup matrix instructions."""
-CALL_TOKENS = 2048
-"""Tokens of one call: larger calls ran on a card, but their numbers were not checked there."""
+CALL_TOKENS = 8192
+"""Tokens of one call: more were not checked on a card, and would need gigabytes of scratch."""
+NARROW_ROUTES = 40
+"""Routes an expert, on average, up to which the narrow shape is the faster one."""
 MAX_LATENT = 8192
 MAX_OFFSET = 1 << 31
 """Hidden values and tokens are addressed with 31 bits."""
-MAX_COLUMN_STAGES = 6
-"""More stages of tokens than this hide nothing more."""
+MAX_STAGES = 6
+"""More stages than this hide nothing more."""
 
 
 def refusal(config: MoEConfig, num_tokens: int, tp: int, target: Target) -> str | None:
@@ -77,7 +81,8 @@ def _program(config, num_tokens, tp, target, weighted, widths) -> Program:
     E, K, L = config.num_experts, config.experts_per_token, config.latent_size
     inner = config.expert_intermediate_size // tp
     routes = num_tokens * K
-    gate_up, down = (_product(config, tp, target, widths, is_down) for is_down in (False, True))
+    shape = _shape(routes / E, widths)
+    gate_up, down = (_product(config, tp, target, shape, is_down) for is_down in (False, True))
     sort = SortKernel(E, gate_up.widths)
     permute = PermuteKernel(E, L, K, clears=not weighted)
     max_units = min(routes, E + routes // gate_up.widths[-1])
@@ -139,27 +144,34 @@ def _program(config, num_tokens, tp, target, weighted, widths) -> Program:
     )
 
 
-def _product(config: MoEConfig, tp: int, target: Target, widths, down: bool):
-    """One of the two products, with as deep a ring of tokens as shared memory allows."""
-    from k3jax.ops.experts.kernel_grouped import LAG, WIDTHS, GroupedKernel
+def _shape(routes_an_expert: float, widths):
+    """What suits these routes, computed with other widths if any are given."""
+    from k3jax.ops.experts.kernel_grouped import NARROW, WIDE
+
+    shape = NARROW if routes_an_expert <= NARROW_ROUTES else WIDE
+    return dataclasses.replace(shape, widths=widths) if widths else shape
+
+
+def _product(config: MoEConfig, tp: int, target: Target, shape, down: bool):
+    """One of the two products, with as deep a ring as shared memory allows."""
+    from k3jax.ops.experts.kernel_grouped import LAG, GroupedKernel
 
     inner, latent = config.expert_intermediate_size // tp, config.latent_size
-    for column_stages in range(MAX_COLUMN_STAGES, LAG, -1):
+    for stages in range(MAX_STAGES, LAG, -1):
         kernel = GroupedKernel(
             down=down,
             num_tiles=latent // 16 if down else inner // 8,
             depth=inner if down else latent,
             top_k=config.experts_per_token,
             num_blocks=target.num_sms,
-            widths=widths or WIDTHS,
-            weight_stages=3,
-            column_stages=column_stages,
+            shape=shape,
+            stages=stages,
             beta=config.situ_beta,
             linear_beta=config.situ_linear_beta,
         )
         if kernel.shared_bytes <= target.shared_bytes:
             return kernel
     raise NotImplementedError(
-        f"experts='grouped': its rings do not fit the {target.shared_bytes} bytes of shared memory "
-        f"of {target.kind}; use experts='xla'"
+        f"experts='grouped': its ring does not fit the {target.shared_bytes} bytes of shared "
+        f"memory of {target.kind}; use experts='xla'"
     )

@@ -5,28 +5,27 @@ kernel does, so one copy of the packed weights serves both. Tokens are operand B
 memory, their K permuted beforehand as the packing permutes that of the weights. A weight is
 dequantised once for all tokens of a unit: at most `widths[-1]` routes of one expert.
 
-Work. An item is 24 row tiles (384 rows) of one unit over all of K; block b takes items b, b + grid,
-and so on, widest units first. Items of a unit are neighbours, so that its tokens, and the weights
-of an expert with several units, are read from memory once and from L2 after. Sums of a route depend
-on nothing but its token and expert: a column of the matrix instruction knows nothing of the others.
+Work. An item is some row tiles (16 or 24: one a compute warp) of one unit over all of K; block b
+takes items b, b + grid, and so on, widest units first. Items of a unit are neighbours, so that its
+tokens, and the weights of an expert with several units, are read from memory once and from L2
+after. Sums of a route depend on nothing but its token and expert: a column of the matrix
+instruction knows nothing of the others.
 
-Roles. Six warpgroups of compute warps own 4 row tiles each, one a warp: dequantising is most of the
-work, and many warps hide its latencies better than few with more rows. One warp copies weights into
-a ring whose stages are 256 of K for all 24 tiles; three more gather the rows of the unit's tokens
-into a ring whose stages are 128 of K. All run ahead as far as their ring reaches, over the borders
-of items. They hand most of their registers to the compute warps.
+Roles. The warps of four or six warpgroups compute: dequantising is most of the work, and many warps
+hide its latencies better than few with more rows. One warp copies weights, three gather the rows of
+the unit's tokens, both into a ring whose stages are 256 of K (less where K ends), as far ahead as
+it reaches, over the borders of items. They hand most of their registers to the compute warps.
 
 A compute warp dequantises the next 128 of K (64 for the widest units, for want of registers) once
-the matrix instructions that read the same registers have ended; meanwhile others dequantise. A
-stage of tokens is released when the instructions that read it have ended, a stage of weights when
-its last instruction has started.
+the matrix instructions that read the same registers have ended; meanwhile others dequantise. It
+releases a stage when its last matrix instruction has ended, before it waits for the next one.
 
 Epilogue. Gate/up: rows g and g + 8 of a tile are gate and up of one neuron, in one thread; SiTU,
 and the hidden values go to global memory in the permuted order that the second product reads. Down:
 rows go to global memory, to the place of their route, which the gathering warps have left in shared
 memory before they announced the item's first stage.
 
-Why it cannot hang. Every role walks the same items in the same order, and a ring's writer waits
+Why it cannot hang. Every role walks the same items in the same order, and the ring's writers wait
 only for stages that its readers release without waiting for a later one. The gathering warps
 announce a stage once `LAG` later ones are on their way: fewer than the ring has. Blocks do not wait
 for each other, only for the end of the launch before.
@@ -43,30 +42,40 @@ from k3jax.ops.experts import kernel_wgmma as wgmma
 from k3jax.ops.experts.packing import CHUNK, CHUNK_BYTES, GROUP_CHUNKS, ROW_TILE, chunk_groups
 from k3jax.runtime.program import Kernel
 
-WIDTHS = (8, 16, 24, 32, 40, 48)
-"""Columns that a unit is computed with; a unit takes the least that holds its routes.
 
-More columns would take more registers than a thread of so many warps has.
-"""
-WARPGROUPS = 6
-PART_TILES = WARPGROUPS * 4
-"""Row tiles of an item."""
-STAGE_CHUNKS = 2
-"""Chunks of K in a stage of tokens."""
-WIDEST_OF_TWO = 40
-"""Columns up to which a thread has registers for two chunks of weights."""
-LAG = 2
+@dataclass(frozen=True)
+class Shape:
+    """How a block divides its registers.
+
+    Attributes:
+        warpgroups: of compute warps.
+        widths: columns that a unit is computed with, ascending multiples of 8; a unit takes the
+            least that holds its routes.
+        widest_of_two: columns up to which a thread has registers for two chunks of weights.
+        compute_registers: of a thread of the compute warps.
+        service_registers: of a thread of the others, which give theirs away.
+    """
+
+    warpgroups: int
+    widths: tuple[int, ...]
+    widest_of_two: int
+    compute_registers: int
+    service_registers: int
+
+
+NARROW = Shape(6, (8, 16, 24, 32, 40, 48), 40, 80, 24)
+"""Many warps, which hide each other's latencies: for few routes an expert."""
+WIDE = Shape(4, (8, 16, 24, 32, 40, 48, 64, 80), 80, 104, 64)
+"""Many columns, so that a weight is dequantised once for more tokens."""
+STEP = 2
+"""Chunks of K that are dequantised at once where registers suffice."""
+LAG = 1
 """Stages of tokens that are on their way when an earlier one is announced."""
 RECORD_BYTES = 16
 """A unit in the table: expert, first place among the sorted routes, routes, nothing."""
 
-COMPUTE_REGISTERS = 80
-SERVICE_REGISTERS = 24
-"""Of a thread, once the service warps have given theirs away: 6 * 80 + 24 = 7 * 72."""
 _ELEMENTS = ROW_TILE * CHUNK // 2
-_COMPUTE_WARPS = 4 * WARPGROUPS
 _GATHER_WARPS = 3
-_FIRST_GATHERER = 32 * (_COMPUTE_WARPS + 1)
 _GATHER_ROWS = 32 * _GATHER_WARPS // wgmma.PIECES
 """Rows that the gathering warps copy a piece of at once."""
 
@@ -87,9 +96,8 @@ class GroupedKernel(Kernel):
         depth: K, a multiple of 64.
         top_k: slots a token.
         num_blocks: grid; blocks take items in turn.
-        widths: columns that units are computed with, ascending multiples of 8, at most 256.
-        weight_stages: stages of the ring of weights.
-        column_stages: stages of the ring of tokens, more than `LAG`.
+        shape: how a block divides its registers.
+        stages: of the ring, more than `LAG`.
         beta: soft cap of the gate.
         linear_beta: soft cap of the linear branch, or None.
     """
@@ -99,9 +107,8 @@ class GroupedKernel(Kernel):
     depth: int
     top_k: int
     num_blocks: int
-    widths: tuple[int, ...]
-    weight_stages: int
-    column_stages: int
+    shape: Shape
+    stages: int
     beta: float
     linear_beta: float | None
 
@@ -113,8 +120,22 @@ class GroupedKernel(Kernel):
         ("out", "address"),
     )
     architectures = ("sm_90a",)
-    threads = 32 * (_COMPUTE_WARPS + 1 + _GATHER_WARPS)
     min_blocks = 1
+
+    @property
+    def threads(self) -> int:
+        """Compute warps, one that copies, and those that gather."""
+        return 32 * (self.compute_warps + 1 + _GATHER_WARPS)
+
+    @property
+    def compute_warps(self) -> int:
+        """Warps that dequantise and multiply, and row tiles of an item."""
+        return 4 * self.shape.warpgroups
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns that units are computed with."""
+        return self.shape.widths
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -124,7 +145,7 @@ class GroupedKernel(Kernel):
     @property
     def parts(self) -> int:
         """Items of a unit."""
-        return -(-self.num_tiles // PART_TILES)
+        return -(-self.num_tiles // self.compute_warps)
 
     @property
     def chunks(self) -> int:
@@ -133,7 +154,7 @@ class GroupedKernel(Kernel):
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """Chunks of each stage of weights of an item."""
+        """Chunks of each stage of an item."""
         return chunk_groups(self.chunks)
 
     @property
@@ -142,44 +163,35 @@ class GroupedKernel(Kernel):
         return self.chunks * CHUNK_BYTES
 
     @property
-    def stages(self) -> int:
-        """Stages of tokens of an item, the last one perhaps half full."""
-        return -(-self.chunks // STAGE_CHUNKS)
-
-    @property
     def column_tile_bytes(self) -> int:
         """A chunk of tokens."""
         return self.widths[-1] * wgmma.ROW_BYTES
 
     @property
-    def column_slot_bytes(self) -> int:
-        """A stage of tokens."""
-        return STAGE_CHUNKS * self.column_tile_bytes
-
-    @property
-    def weight_slot_bytes(self) -> int:
-        """A stage of weights."""
-        return PART_TILES * self.groups[0] * CHUNK_BYTES
-
-    @property
     def weights_offset(self) -> int:
-        """Shared memory of the ring of weights, after that of tokens."""
-        return self.column_stages * self.column_slot_bytes
+        """A stage's weights, after its tokens."""
+        return self.groups[0] * self.column_tile_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """A stage, which begins where a tile of tokens may."""
+        weights = self.compute_warps * self.groups[0] * CHUNK_BYTES
+        return -(-(self.weights_offset + weights) // 1024) * 1024
 
     @property
     def barriers_offset(self) -> int:
-        """Shared memory of the barriers, after the rings."""
-        return self.weights_offset + self.weight_stages * self.weight_slot_bytes
+        """Shared memory of the barriers, after the ring."""
+        return self.stages * self.slot_bytes
 
     @property
     def routes_offset(self) -> int:
         """Shared memory of the routes of the items in flight, after the barriers."""
-        return self.barriers_offset + 16 * (self.column_stages + self.weight_stages)
+        return self.barriers_offset + 16 * self.stages
 
     @property
     def route_slots(self) -> int:
         """Items in flight: while a warp stores one, the gathering warps may be at the last."""
-        return 2 + self.column_stages // self.stages
+        return 2 + self.stages // len(self.groups)
 
     @property
     def shared_bytes(self) -> int:
@@ -198,13 +210,13 @@ class GroupedKernel(Kernel):
         self.clear_columns(shared)
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
-        if warp < _COMPUTE_WARPS:
-            cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
+        if warp < self.compute_warps:
+            cute.arch.setmaxregister_increase(self.shape.compute_registers)
             self.compute(shared, units, out, warp)
         else:
-            cute.arch.setmaxregister_decrease(SERVICE_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.shape.service_registers)
             num_items = self.end_of_class(units, len(self.widths) - 1)
-            if warp == _COMPUTE_WARPS:
+            if warp == self.compute_warps:
                 self.copy_weights(shared, weights, units, num_items)
             else:
                 self.gather(shared, rows, order, units, num_items)
@@ -212,37 +224,32 @@ class GroupedKernel(Kernel):
     @cute.jit
     def init_barriers(self, shared: Uint32):
         """Stages full and empty."""
-        for slot in cutlass.range_constexpr(self.column_stages):
-            ptx.barrier_init(self.columns_full(shared, slot), 32 * _GATHER_WARPS)
-            ptx.barrier_init(self.columns_empty(shared, slot), _COMPUTE_WARPS)
-        for slot in cutlass.range_constexpr(self.weight_stages):
-            ptx.barrier_init(self.weights_full(shared, slot), 1)
-            ptx.barrier_init(self.weights_empty(shared, slot), _COMPUTE_WARPS)
+        for slot in cutlass.range_constexpr(self.stages):
+            ptx.barrier_init(self.full(shared, slot), 1 + 32 * _GATHER_WARPS)
+            ptx.barrier_init(self.empty(shared, slot), self.compute_warps)
         cute.arch.mbarrier_init_fence()
 
     @cute.jit
     def clear_columns(self, shared: Uint32):
-        """Zeros in the ring of tokens: columns past a unit's routes are multiplied and dropped."""
+        """Zeros for all tokens: columns past a unit's routes are multiplied and dropped."""
         thread, _, _ = cute.arch.thread_idx()
-        for offset in cutlass.range(thread * 16, self.weights_offset, self.threads * 16):
-            wgmma.clear_piece(shared + Uint32(offset))
+        for slot in cutlass.range_constexpr(self.stages):
+            tokens = self.slot(shared, slot)
+            for offset in cutlass.range(thread * 16, self.weights_offset, self.threads * 16):
+                wgmma.clear_piece(tokens + Uint32(offset))
         wgmma.show_to_matrix_unit()
 
-    def columns_full(self, shared, slot):
-        """Barrier: the stage's tokens have landed."""
-        return shared + Uint32(self.barriers_offset + slot * 16)
+    def slot(self, shared, index):
+        """A stage of the ring."""
+        return shared + Uint32(index * self.slot_bytes)
 
-    def columns_empty(self, shared, slot):
-        """Barrier: the matrix unit has read the stage's tokens."""
-        return self.columns_full(shared, slot) + Uint32(8)
+    def full(self, shared, index):
+        """Barrier: the stage's weights and tokens have landed."""
+        return shared + Uint32(self.barriers_offset + index * 16)
 
-    def weights_full(self, shared, slot):
-        """Barrier: the stage's weights have landed."""
-        return shared + Uint32(self.barriers_offset + (self.column_stages + slot) * 16)
-
-    def weights_empty(self, shared, slot):
-        """Barrier: every compute warp has read the stage's weights."""
-        return self.weights_full(shared, slot) + Uint32(8)
+    def empty(self, shared, index):
+        """Barrier: every compute warp is done with the stage."""
+        return self.full(shared, index) + Uint32(8)
 
     def record(self, units, item):
         """Expert, first place and routes of an item's unit."""
@@ -257,8 +264,8 @@ class GroupedKernel(Kernel):
         and again, and the last part may be small.
         """
         period = math.lcm(self.num_blocks, self.parts)
-        first = (item + item // period) % self.parts * PART_TILES
-        return first, cutlass.min(PART_TILES, self.num_tiles - first)
+        first = (item + item // period) % self.parts * self.compute_warps
+        return first, cutlass.min(self.compute_warps, self.num_tiles - first)
 
     @cute.jit
     def copy_weights(self, shared: Uint32, weights: Int64, units: Int64, num_items: Int32):
@@ -286,16 +293,22 @@ class GroupedKernel(Kernel):
     def copy_group(self, shared, source, tiles, stage, size: cutlass.Constexpr, policy):
         """Starts the copies of a stage once it has been released."""
         lane = cute.arch.lane_idx()
-        slot, turn = stage % self.weight_stages, stage // self.weight_stages
-        ptx.barrier_wait(self.weights_empty(shared, slot), Uint32(turn & 1) ^ Uint32(1))
-        full = self.weights_full(shared, slot)
+        slot = self.wait_empty(shared, stage)
+        full = self.full(shared, slot)
         num_bytes = size * CHUNK_BYTES
         if lane == 0:
             ptx.barrier_expect(full, tiles * num_bytes)
         cute.arch.sync_warp()
         if lane < tiles:
-            offset = self.weights_offset + slot * self.weight_slot_bytes + lane * num_bytes
-            ptx.bulk_copy(shared + Uint32(offset), source, Int32(num_bytes), full, policy)
+            target = self.slot(shared, slot) + Uint32(self.weights_offset + lane * num_bytes)
+            ptx.bulk_copy(target, source, Int32(num_bytes), full, policy)
+
+    @cute.jit
+    def wait_empty(self, shared, stage) -> Int32:
+        """Waits until a stage's slot has been released; the slot."""
+        slot, turn = stage % self.stages, stage // self.stages
+        ptx.barrier_wait(self.empty(shared, slot), Uint32(turn & 1) ^ Uint32(1))
+        return slot
 
     @cute.jit
     def gather(self, shared: Uint32, rows: Int64, order: Int64, units: Int64, num_items: Int32):
@@ -313,20 +326,15 @@ class GroupedKernel(Kernel):
                 if cutlass.const_expr(self.down):
                     self.keep_route(self.routes_of(shared, routes), order, first, row, count)
             routes = self.next_routes(routes)
-            for index in cutlass.range(self.stages):
-                slot, turn = stage % self.column_stages, stage // self.column_stages
-                ptx.barrier_wait(self.columns_empty(shared, slot), Uint32(turn & 1) ^ Uint32(1))
-                source = rows + Int64(index * (STAGE_CHUNKS * wgmma.ROW_BYTES) + piece * 16)
-                tile = shared + Uint32(slot * self.column_slot_bytes)
-                self.gather_chunk(tile, source, offsets)
-                if index * STAGE_CHUNKS + 1 < self.chunks:
-                    self.gather_chunk(
-                        tile + self.column_tile_bytes, source + wgmma.ROW_BYTES, offsets
-                    )
-                wgmma.commit_copies()
-                if stage >= LAG:
-                    wgmma.wait_copies(LAG)
-                    self.announce(shared, stage - LAG)
+            source = rows + Int64(piece * 16)
+            whole = self.chunks // GROUP_CHUNKS
+            for _ in cutlass.range(whole):
+                self.gather_group(shared, source, offsets, stage, GROUP_CHUNKS)
+                source += GROUP_CHUNKS * wgmma.ROW_BYTES
+                stage += 1
+            for size in self.groups[whole:]:
+                self.gather_group(shared, source, offsets, stage, size)
+                source += size * wgmma.ROW_BYTES
                 stage += 1
         for left in cutlass.range_constexpr(LAG):
             wgmma.wait_copies(LAG - 1 - left)
@@ -358,7 +366,7 @@ class GroupedKernel(Kernel):
     def gather_place(self):
         """First row and piece of a gathering thread."""
         thread, _, _ = cute.arch.thread_idx()
-        index = thread - _FIRST_GATHERER
+        index = thread - 32 * (self.compute_warps + 1)
         return index // wgmma.PIECES, index % wgmma.PIECES
 
     @cute.jit
@@ -373,18 +381,28 @@ class GroupedKernel(Kernel):
         return offset
 
     @cute.jit
-    def gather_chunk(self, tile: Uint32, source: Int64, offsets: cute.Tensor):
-        """Starts the copies of a chunk."""
+    def gather_group(self, shared, source: Int64, offsets, stage, size: cutlass.Constexpr):
+        """Starts the copies of a stage, as one group, and announces an earlier stage."""
+        tile = self.slot(shared, self.wait_empty(shared, stage))
         first_row, piece = self.gather_place()
         for step in cutlass.range_constexpr(offsets.shape[0]):
             if offsets[step] >= 0:
                 place = wgmma.swizzled_piece(first_row + step * _GATHER_ROWS, piece)
-                wgmma.copy_piece(tile + Uint32(place), source + Int64(offsets[step]))
+                target, row = tile + Uint32(place), source + Int64(offsets[step])
+                for chunk in cutlass.range_constexpr(size):
+                    wgmma.copy_piece(
+                        target + Uint32(chunk * self.column_tile_bytes),
+                        row + chunk * wgmma.ROW_BYTES,
+                    )
+        wgmma.commit_copies()
+        if stage >= LAG:
+            wgmma.wait_copies(LAG)
+            self.announce(shared, stage - LAG)
 
     def announce(self, shared, stage):
         """Says that a thread's part of a stage has landed."""
         wgmma.show_to_matrix_unit()
-        ptx.barrier_arrive(self.columns_full(shared, stage % self.column_stages))
+        ptx.barrier_arrive(self.full(shared, stage % self.stages))
 
     @cute.jit
     def compute(self, shared, units, out, warp):
@@ -394,8 +412,8 @@ class GroupedKernel(Kernel):
         matrix instructions of several widths in flight only if no loop holds two of them.
         """
         block, _, _ = cute.arch.block_idx()
-        ring = cute.make_rmem_tensor((5,), Int32)
-        for index in cutlass.range_constexpr(5):
+        ring = cute.make_rmem_tensor((3,), Int32)  # slot, parity of its phase, slot of the routes
+        for index in cutlass.range_constexpr(3):
             ring[index] = Int32(0)
         item = block
         for index in cutlass.range_constexpr(len(self.widths)):
@@ -408,7 +426,7 @@ class GroupedKernel(Kernel):
                 else:
                     self.skip_item(shared, ring)
                 if cutlass.const_expr(self.down):
-                    ring[4] = self.next_routes(ring[4])
+                    ring[2] = self.next_routes(ring[2])
                 item += self.num_blocks
 
     def end_of_class(self, units, index):
@@ -418,22 +436,18 @@ class GroupedKernel(Kernel):
     @cute.jit
     def skip_item(self, shared, ring):
         """A warp without tiles releases every stage of the item when it has landed."""
-        whole = self.chunks // GROUP_CHUNKS
-        for _ in cutlass.range(whole, unroll=1):
-            self.skip_group(shared, ring, GROUP_CHUNKS)
-        for size in self.groups[whole:]:
-            self.skip_group(shared, ring, size)
+        for _ in cutlass.range(len(self.groups), unroll=1):
+            ptx.barrier_wait(self.full(shared, ring[0]), Uint32(ring[1]))
+            self.release(self.empty(shared, ring[0]))
+            self.advance(ring)
 
     @cute.jit
-    def skip_group(self, shared, ring, size: cutlass.Constexpr):
-        """A stage of weights, with its stages of tokens: in the order of `multiply_group`."""
-        ptx.barrier_wait(self.weights_full(shared, ring[0]), Uint32(ring[1]))
-        for _ in cutlass.range_constexpr(0, size, STAGE_CHUNKS):
-            ptx.barrier_wait(self.columns_full(shared, ring[2]), Uint32(ring[3]))
-            self.release(self.columns_empty(shared, ring[2]))
-            _advance(ring, 2, self.column_stages)
-        self.release(self.weights_empty(shared, ring[0]))
-        _advance(ring, 0, self.weight_stages)
+    def advance(self, ring: cute.Tensor):
+        """The next stage, and the parity of its phase."""
+        ring[0] = ring[0] + 1
+        if ring[0] == self.stages:
+            ring[0] = Int32(0)
+            ring[1] = ring[1] ^ 1
 
     @cute.jit
     def release(self, barrier: Uint32):
@@ -454,18 +468,16 @@ class GroupedKernel(Kernel):
         for group in cutlass.range_constexpr(whole, len(self.groups)):
             self.multiply_group(shared, ring, tile, group, self.groups[group], width, sums)
         wgmma.wait_groups(0)
-        self.release_previous(shared, ring, self.stages)
-        routes = self.routes_of(shared, ring[4])
-        self.store_item(sums, tile, width, routes, memory)
+        self.release_previous(shared, ring)
+        self.store_item(sums, tile, width, self.routes_of(shared, ring[2]), memory)
 
     @cute.jit
-    def release_previous(self, shared, ring, earlier):
-        """Releases the stage of tokens before the one in turn, if the item has `earlier` ones."""
-        if earlier > 0:
-            slot = ring[2] - 1
-            if slot < 0:
-                slot = Int32(self.column_stages - 1)
-            self.release(self.columns_empty(shared, slot))
+    def release_previous(self, shared, ring):
+        """Releases the stage before the one in turn."""
+        slot = ring[0] - 1
+        if slot < 0:
+            slot = Int32(self.stages - 1)
+        self.release(self.empty(shared, slot))
 
     @cute.jit
     def multiply_group(
@@ -478,43 +490,38 @@ class GroupedKernel(Kernel):
         width: cutlass.Constexpr,
         sums,
     ):
-        """A stage of weights, with its stages of tokens."""
-        ptx.barrier_wait(self.weights_full(shared, ring[0]), Uint32(ring[1]))
+        """A stage."""
+        wgmma.wait_groups(0)
+        if group > 0:
+            self.release_previous(shared, ring)
+        ptx.barrier_wait(self.full(shared, ring[0]), Uint32(ring[1]))
         lane = cute.arch.lane_idx()
-        start = self.weights_offset + ring[0] * self.weight_slot_bytes + tile * (size * CHUNK_BYTES)
-        start = shared + Uint32(start)
-        scales = ptx.load_scales(
-            start + Uint32(size * _ELEMENTS) + Uint32(lane // 2 * (2 * size)), size
-        )
+        slot = self.slot(shared, ring[0])
+        weights = slot + Uint32(self.weights_offset + tile * (size * CHUNK_BYTES))
+        scales = ptx.load_scales(weights + Uint32(size * _ELEMENTS + lane // 2 * (2 * size)), size)
         large = _some_large(scales)
-        step = STAGE_CHUNKS if width <= WIDEST_OF_TWO else 1
+        first_scales = _first_scales(scales, large)
+        step = STEP if width <= self.shape.widest_of_two else 1
         for first in cutlass.range_constexpr(0, size, step):
-            chunks, place = min(step, size - first), first % STAGE_CHUNKS
-            wgmma.wait_groups(0)
-            if cutlass.const_expr(place == 0):
-                self.release_previous(shared, ring, group + first)
+            chunks = min(step, size - first)
+            if cutlass.const_expr(first > 0):
+                wgmma.wait_groups(0)
             words = [
                 word
                 for chunk in range(first, first + chunks)
-                for word in ptx.load_shared_4(start + Uint32(chunk * _ELEMENTS + lane * 16))
+                for word in ptx.load_shared_4(weights + Uint32(chunk * _ELEMENTS + lane * 16))
             ]
             a = cute.make_rmem_tensor((16 * chunks,), Uint32)
-            _dequantize(words, scales, first, large, a)
-            if cutlass.const_expr(place == 0):
-                ptx.barrier_wait(self.columns_full(shared, ring[2]), Uint32(ring[3]))
-            tile = ring[2] * self.column_slot_bytes + place * self.column_tile_bytes
+            _dequantize(words, scales, first_scales, first, large, a)
             done = wgmma.multiply(
                 [sums[i] for i in range(width // 2)],
                 [a[i] for i in range(16 * chunks)],
-                wgmma.tile_descriptor(shared + Uint32(tile)),
+                wgmma.tile_descriptor(slot + Uint32(first * self.column_tile_bytes)),
                 self.column_tile_bytes,
             )
             for i in cutlass.range_constexpr(width // 2):
                 sums[i] = done[i]
-            if cutlass.const_expr(place + chunks == STAGE_CHUNKS or first + chunks == size):
-                _advance(ring, 2, self.column_stages)
-        self.release(self.weights_empty(shared, ring[0]))
-        _advance(ring, 0, self.weight_stages)
+        self.advance(ring)
 
     @cute.jit
     def store_item(self, sums, tile, width: cutlass.Constexpr, routes, memory):
@@ -561,15 +568,6 @@ class GroupedKernel(Kernel):
                 ptx.store_global(row + place, ptx.round_pair(sums[side], sums[side + 2]))
 
 
-@cute.jit
-def _advance(ring: cute.Tensor, at: cutlass.Constexpr, stages: cutlass.Constexpr):
-    """The next stage of a ring, and the parity of its phase."""
-    ring[at] = ring[at] + 1
-    if ring[at] == stages:
-        ring[at] = Int32(0)
-        ring[at + 1] = ring[at + 1] ^ 1
-
-
 def _some_large(scales):
     """Whether a scale byte of the warp is 128 or more."""
     every = scales[0]
@@ -579,21 +577,30 @@ def _some_large(scales):
 
 
 @cute.jit
-def _dequantize(words, scales, first: cutlass.Constexpr, large, a: cute.Tensor):
+def _first_scales(scales, large) -> cute.Tensor:
+    """The scales that codes are multiplied by first: where some are large, all are 2^0."""
+    first = cute.make_rmem_tensor((len(scales),), Uint32)
+    for index in cutlass.range_constexpr(len(scales)):
+        first[index] = scales[index]
+        if large:
+            first[index] = Uint32(0x7F7F7F7F)
+    return first
+
+
+@cute.jit
+def _dequantize(words, scales, first_scales, first: cutlass.Constexpr, large, a: cute.Tensor):
     """A lane's K of its two rows, chunks `first` on, as operand A of four instructions a chunk.
 
-    2^126 times a scale whose byte is 128 or more is past bfloat16: codes are brought to their
-    values then, and take a second multiply.
+    2^126 times a scale whose byte is 128 or more is past bfloat16, and takes a second multiply.
     """
-    pairs = [ptx.scale_byte(scales, 2 * first + pair) for pair in range(a.shape[0] // 8)]
-    factors = [ptx.power_pair(pair) for pair in pairs]
-    if large:
-        factors = [Uint32(ptx.ONES) for _ in pairs]
+    bytes_ = [2 * first + pair for pair in range(a.shape[0] // 8)]
+    factors = [ptx.power_pair(ptx.scale_byte(first_scales, byte)) for byte in bytes_]
     for index, value in enumerate(_values(words, factors)):
         a[index] = value
     if large:
         for index in cutlass.range_constexpr(a.shape[0]):
-            a[index] = ptx.scale_pair(a[index], ptx.scale_value(pairs[index // 16 * 2 + index % 2]))
+            pair = ptx.scale_byte(scales, bytes_[index // 16 * 2 + index % 2])
+            a[index] = ptx.scale_pair(a[index], ptx.scale_value(pair))
 
 
 def _values(words, factors):
@@ -620,17 +627,17 @@ def _neighbours(pair: Uint32, other: Uint32, odd):
 
 
 REPRESENTATIVES = {
-    f"grouped {'down' if down else 'gate/up'}, TP=8": GroupedKernel(
+    f"grouped {'down' if down else 'gate/up'}, {name}, TP=8": GroupedKernel(
         down=down,
         num_tiles=224 if down else 48,
         depth=384 if down else 3584,
         top_k=16,
         num_blocks=132,
-        widths=WIDTHS,
-        weight_stages=3,
-        column_stages=6,
+        shape=shape,
+        stages=3,
         beta=4.0,
         linear_beta=25.0,
     )
     for down in (False, True)
+    for name, shape in (("narrow", NARROW), ("wide", WIDE))
 }

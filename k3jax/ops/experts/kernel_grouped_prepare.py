@@ -22,7 +22,7 @@ from cutlass import Int32, Int64, Uint32, cute
 
 from k3jax.ops import kernel_ptx as ptx
 from k3jax.ops.experts import kernel_wgmma as wgmma
-from k3jax.ops.experts.kernel_grouped import RECORD_BYTES, WIDTHS, header_bytes
+from k3jax.ops.experts.kernel_grouped import NARROW, RECORD_BYTES, WIDE, header_bytes
 from k3jax.ops.experts.kernel_prepare import PrepareKernel
 from k3jax.runtime.program import Kernel
 
@@ -263,7 +263,8 @@ def _scan_warp(value: Int32) -> Int32:
 
 
 REPRESENTATIVES = {
-    "grouped, sort routes": SortKernel(num_experts=896, widths=WIDTHS),
+    f"grouped, sort routes, {name}": SortKernel(num_experts=896, widths=shape.widths)
+    for name, shape in (("narrow", NARROW), ("wide", WIDE))
 } | {
     f"grouped, permute tokens for the {result}": PermuteKernel(
         num_experts=896, latent=3584, top_k=16, clears=clears
