@@ -89,6 +89,15 @@ def load_shared_half(address: Uint32) -> Uint32:
     )
 
 
+def load_shared_volatile_half(address: Uint32) -> Uint32:
+    """2 bytes, zero-extended, loaded here and nowhere else."""
+    return _ptx(
+        "{ .reg .b16 h; ld.volatile.shared.u16 h, [{$r0}]; cvt.u32.u16 {$w0}, h; }",
+        [Uint32],
+        address,
+    )
+
+
 def load_shared_float(address: Uint32) -> Float32:
     """One float32."""
     return _ptx("ld.shared.f32 {$w0}, [{$r0}];", [Float32], address)

@@ -21,12 +21,14 @@ _PLACEHOLDERS = {
 @cute.jit
 def _launch(kernel: Constexpr, arguments, stream: cuda.CUstream):
     # The grid is free to differ from launch to launch; block, cluster and shared memory are not.
+    # Without a carve-out, the DSL would ask a driver for the device's, where min_blocks is above 1.
     kernel.device(*arguments).launch(
         grid=list(kernel.cluster),
         block=[kernel.threads, 1, 1],
         cluster=list(kernel.cluster),
         smem=kernel.shared_bytes,
         min_blocks_per_mp=kernel.min_blocks,
+        preferred_smem_carveout=100,
         stream=stream,
     )
 
