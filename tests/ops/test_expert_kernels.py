@@ -206,7 +206,7 @@ def test_grouping_before_or_inside_gives_the_same_bits():
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize("num_tokens", [1, 8, 9, 64, 65, 128, 129, 256])
+@pytest.mark.parametrize("num_tokens", [2, 8, 9, 64, 65, 128, 129, 256])
 def test_k3_is_served(num_tokens, tp):
     for kind in ("h200", "b200", "b300"):
         program = decode.decode_program(K3, num_tokens, tp, Target.named(kind))

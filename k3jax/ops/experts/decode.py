@@ -1,12 +1,14 @@
 """The routed experts as one custom call of CuTe kernels: what they support, and the program.
 
-Launches: the scratch is prepared (and routes grouped, past 128 of them); the persistent kernel.
+Launches: the scratch is prepared (and routes grouped, past 128 of them); the persistent kernel. Or,
+for a single token, gate/up and down side by side (`few`).
 """
 
 import jax
 import numpy as np
 
 from k3jax.config import MoEConfig
+from k3jax.ops.experts.few import few_program
 from k3jax.ops.experts.packing import CHUNK, GROUP_CHUNKS, order_refusal
 from k3jax.runtime.buckets import token_bucket
 from k3jax.runtime.program import ArraySpec, Launch, Operand, Program, Result
@@ -18,6 +20,8 @@ MAX_ROUTES = 1 << 14
 """Most routes that are grouped in shared memory."""
 MAX_SUMMED_TOKENS = 64
 """Most tokens whose rows stay in shared memory for the weighted sum."""
+FEW_TOKENS = 1
+"""Most tokens that two launches on the same multiprocessors serve faster, where they fit."""
 MAX_STAGES = 8
 MIN_STAGES = 2
 MAX_BATCH = 8
@@ -71,7 +75,10 @@ def decode_program(
     reason = refusal(config, num_tokens, tp, target)
     if reason is not None:
         raise NotImplementedError(f"experts='decode': {reason}; use experts='xla'")
-    return _program(config, num_tokens, tp, target, weighted)
+    few = None
+    if num_tokens <= FEW_TOKENS:
+        few = few_program(config, num_tokens, tp, target, weighted)
+    return few or _program(config, num_tokens, tp, target, weighted)
 
 
 def _program(config, num_tokens, tp, target, weighted) -> Program:

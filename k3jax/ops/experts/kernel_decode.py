@@ -751,18 +751,18 @@ def _multiply(
                 ptx.scale_value(ptx.scale_byte(scales, 2 * chunk + pair)) for pair in range(2)
             ]
             again = ptx.load_shared_volatile_4(elements + Uint32(chunk * _ELEMENTS))
-            _multiply_chunk(again, [Uint32(ptx.ONES)] * 2, factors, columns, first, sums, chunk)
+            multiply_chunk(again, [Uint32(ptx.ONES)] * 2, factors, columns, first, sums, chunk)
     if large == 0:
         for chunk in cutlass.range_constexpr(chunks):
             factors = [
                 ptx.power_pair(ptx.scale_byte(scales, 2 * chunk + pair)) for pair in range(2)
             ]
-            _multiply_chunk(
+            multiply_chunk(
                 words[4 * chunk : 4 * chunk + 4], factors, None, columns, first, sums, chunk
             )
 
 
-def _multiply_chunk(words, factors, scales, columns, first, sums, chunk):
+def multiply_chunk(words, factors, scales, columns, first, sums, chunk):
     """Four matrix instructions: 16 rows x 64 k of weights times 64 k of 8 columns."""
     rows = []
     for pair in range(2):

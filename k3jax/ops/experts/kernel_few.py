@@ -38,7 +38,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from k3jax.ops import kernel_ptx as ptx
-from k3jax.ops.experts.kernel_decode import _multiply_chunk
+from k3jax.ops.experts.kernel_decode import multiply_chunk
 from k3jax.ops.experts.kernel_few_units import UnitTable
 from k3jax.ops.experts.packing import CHUNK, CHUNK_BYTES, GROUP_CHUNKS, ROW_TILE, chunk_groups
 from k3jax.runtime.program import Kernel
@@ -611,7 +611,7 @@ def _multiply(elements, places, columns: Uint32, sums, chunks: cutlass.Constexpr
                 factors = [ptx.scale_value(ptx.spread_byte(both, row)) for row in range(2)]
                 words = ptx.load_shared_volatile_4(element + Uint32(chunk * _ELEMENTS))
                 ones, held = [Uint32(ptx.ONES)] * 2, [*halves[0], *halves[1]]
-                _multiply_chunk(words, ones, factors, held, 0, chains, 0)
+                multiply_chunk(words, ones, factors, held, 0, chains, 0)
     if large == 0:
         every = [ptx.load_scales(scale, chunks) for scale in places]
         for chunk in cutlass.range_constexpr(chunks):
@@ -622,7 +622,7 @@ def _multiply(elements, places, columns: Uint32, sums, chunks: cutlass.Constexpr
                     ptx.power_pair(ptx.scale_byte(scales, 2 * chunk + row)) for row in range(2)
                 ]
                 words = ptx.load_shared_4(element + Uint32(chunk * _ELEMENTS))
-                _multiply_chunk(words, factors, None, held, 0, chains, 0)
+                multiply_chunk(words, factors, None, held, 0, chains, 0)
 
 
 _K3 = {"num_experts": 896, "top_k": 16, "max_tokens": 1, "latent": 3584}
