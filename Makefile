@@ -79,7 +79,7 @@ gpu: $(VENV)/.gpu
 	mkdir -p build/gpu
 	JAX_PLATFORMS=cuda,cpu $(PY) -m pytest -m gpu --junitxml build/gpu/tests.xml
 	JAX_PLATFORMS=cuda,cpu $(VENV)/bin/k3jax doctor --json > build/gpu/doctor.json
-	JAX_PLATFORMS=cuda,cpu $(VENV)/bin/k3jax bench experts --tp 8 --json build/gpu/experts.json
+	JAX_PLATFORMS=cuda,cpu $(VENV)/bin/k3jax bench experts --tp 8 --peers none --json build/gpu/experts.json
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo 'k3jax needs Python 3.12 or newer with venv and pip: install it' \

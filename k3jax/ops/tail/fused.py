@@ -149,7 +149,8 @@ def fused_tail(
 
     Args:
         latent: bfloat16 [T, L], this rank's partial m; or its K expert rows [T, K, L] unweighted,
-            with `weights` float32 [T, K] and `ids` int32 [T, K], where -1 drops a row unread.
+            with `weights` float32 [T, K] and `ids` int32 [T, K], where -1 drops a row, whatever it
+            holds.
         shared: bfloat16 [T, H], this rank's partial s.
         gain: bfloat16 [L].
         up_proj: bfloat16 [H, L], replicated, or this rank's own rows [H / R, L].
