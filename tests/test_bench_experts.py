@@ -121,7 +121,7 @@ def test_no_time_for_a_wrong_output(monkeypatch, capsys):
     assert run("--routing", "uniform", "--peers", "none") == 1
     printed = capsys.readouterr()
     assert printed.err.count("no time is printed") == 2
-    assert printed.out.splitlines()[-1] == bench._heading([])
+    assert printed.out.splitlines()[-1] == bench.heading([])
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

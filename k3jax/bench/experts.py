@@ -16,7 +16,7 @@ import functools
 import json
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from k3jax.bench.peers import (
     peer_names,
     peers,
 )
+from k3jax.bench.rows import Row, heading, line, table, title
 from k3jax.cli.arguments import integers
 from k3jax.config import MXFP4_GROUP_SIZE, MoEConfig
 from k3jax.ops.experts.api import ExpertsTier, routed_experts
@@ -54,38 +55,6 @@ CHAIN_SECONDS = 2e-3
 CHAIN_CALLS = 8, 48
 """Fewest and most calls of a chain."""
 PEER_CALLS = 4
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of a table; times in microseconds a call.
-
-    Attributes:
-        routing: how experts were drawn.
-        tp: ranks that share the experts.
-        num_tokens: T.
-        distinct: mean number of experts that a call touches.
-        tier: implementation.
-        floor: least time that reading these experts takes.
-        ours: of the implementation that the plan takes.
-        error: largest relative L2 error of an output of ours.
-        peers: of what else was timed, by name.
-    """
-
-    routing: str
-    tp: int
-    num_tokens: int
-    distinct: float
-    tier: str
-    floor: float
-    ours: float
-    error: float
-    peers: dict[str, float]
-
-    @property
-    def ratio(self) -> float:
-        """Time over floor."""
-        return self.ours / self.floor
 
 
 class WrongOutputError(Exception):
@@ -142,7 +111,7 @@ def _time_all(args, target: Target, bandwidth: float) -> Iterator[Row | None]:
         bench = Bench(tp, target, bandwidth, args.seed, experts)
         bench.peers += peers(names, experts, _CONFIG, print)
         for routing in args.routing or ROUTINGS:
-            print(f"\n{_title(routing, tp)}\n{_heading([p.name for p in bench.peers])}")
+            print(f"\n{title(routing, tp)}\n{heading([p.name for p in bench.peers])}")
             for num_tokens in args.tokens:
                 try:
                     row = bench.measure(num_tokens, routing)
@@ -150,7 +119,7 @@ def _time_all(args, target: Target, bandwidth: float) -> Iterator[Row | None]:
                     row = None
                     print(f"{num_tokens:6d}  {error}", file=sys.stderr)
                 else:
-                    print(_line(row, [peer.name for peer in bench.peers]), flush=True)
+                    print(line(row, [peer.name for peer in bench.peers]), flush=True)
                 yield row
         del experts, bench  # they may take half of the memory
 
@@ -271,32 +240,3 @@ def draw_routes(rng: np.random.Generator, num_tokens: int, routing: str):
     ids = np.argpartition(-keys, K, axis=1)[:, :K].astype(np.int32)
     weights = rng.uniform(0.02, 0.12, ids.shape).astype(np.float32)
     return ids, weights
-
-
-def table(rows: list[Row]) -> str:
-    """All rows, under a heading for each routing and tensor-parallel size."""
-    lines = []
-    for routing, tp in dict.fromkeys((row.routing, row.tp) for row in rows):
-        part = [row for row in rows if (row.routing, row.tp) == (routing, tp)]
-        names = list(dict.fromkeys(name for row in part for name in row.peers))
-        lines += ["", _title(routing, tp), _heading(names), *(_line(row, names) for row in part)]
-    return "\n".join(lines)
-
-
-def _title(routing: str, tp: int) -> str:
-    return f"one rank of TP={tp}, {routing} routing, microseconds"
-
-
-def _heading(peers: Sequence[str]) -> str:
-    names = "".join(f"  {name:>10}" for name in peers)
-    return f"tokens  experts    floor     ours  ratio{names}  tier"
-
-
-def _line(row: Row, peers: Sequence[str]) -> str:
-    times = "".join(
-        f"  {row.peers[name]:10.1f}" if name in row.peers else " " * 11 + "-" for name in peers
-    )
-    return (
-        f"{row.num_tokens:6d}  {row.distinct:7.1f}  {row.floor:7.1f}  {row.ours:7.1f}  "
-        f"{row.ratio:5.2f}{times}  {row.tier}"
-    )

@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from k3jax.bench.experts import Row
+from k3jax.bench.rows import Row
 
 
-def draw(rows: "list[Row]", device: str, file: Path) -> None:
+def draw(rows: list[Row], device: str, file: Path) -> None:
     """Left: time by tokens, with floor and peers, of the first size; right: time over floor of all.
 
     Raises:
@@ -39,7 +37,7 @@ def draw(rows: "list[Row]", device: str, file: Path) -> None:
     figure.savefig(file, dpi=120)
 
 
-def _draw_times(axes, label: str, line: "list[Row]") -> None:
+def _draw_times(axes, label: str, line: list[Row]) -> None:
     tokens = [row.num_tokens for row in line]
     floors = [row.floor for row in line]
     axes.plot(tokens, floors, color="black", linestyle="--", label="memory floor")
@@ -54,7 +52,7 @@ def _draw_times(axes, label: str, line: "list[Row]") -> None:
     axes.legend()
 
 
-def _lines(rows: "list[Row]") -> "Iterator[tuple[str, list[Row]]]":
+def _lines(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
     for routing, tp in dict.fromkeys((row.routing, row.tp) for row in rows):
         line = [row for row in rows if (row.routing, row.tp) == (routing, tp)]
         yield f"TP={tp}, {routing} routing", line

@@ -23,7 +23,7 @@ from cutlass import Int32, Int64, Uint32, cute
 from k3jax.ops import kernel_ptx as ptx
 from k3jax.ops.experts import kernel_wgmma as wgmma
 from k3jax.ops.experts.kernel_grouped import NARROW, RECORD_BYTES, WIDE, header_bytes
-from k3jax.ops.experts.kernel_prepare import PrepareKernel
+from k3jax.ops.experts.kernel_prepare import PrepareKernel, scan_block
 from k3jax.runtime.program import Kernel
 
 _THREADS = 1024
@@ -157,7 +157,7 @@ class SortKernel(Kernel):
         cute.arch.sync_threads()
 
         self.sorter.sum_counts(counts)
-        base, _ = _scan(self.total(totals), earlier + Uint32(4 * self.num_experts))
+        base, _ = scan_block(self.total(totals), earlier + Uint32(4 * self.num_experts))
         if thread < self.num_experts:
             start = earlier + Uint32(thread * 4)
             ptx.store_shared(start, ptx.load_shared(start) + base)
@@ -202,7 +202,7 @@ class SortKernel(Kernel):
         self.count_routes(ids, totals, totals, Int32(0), num_routes)
         cute.arch.sync_threads()
         total = self.total(totals)
-        base, _ = _scan(total, sums)
+        base, _ = scan_block(total, sums)
         widest = self.widths[-1]
         equal = (total + widest - 1) // widest - 1
         size = ((total + equal) // cutlass.max(equal + 1, 1) + 7) // 8 * 8
@@ -215,7 +215,7 @@ class SortKernel(Kernel):
             if (equal > 0) & (size > least) & (size <= width):
                 equals = equal
             last = Int32((rest > least) & (rest <= width))
-            before, of_width = _scan(equals + last, sums)
+            before, of_width = scan_block(equals + last, sums)
             record = units + header_bytes(self.widths) + Int64(listed + before) * RECORD_BYTES
             for unit in cutlass.range(equals):
                 words = (thread, base + unit * size, size, Int32(0))
@@ -231,35 +231,6 @@ class SortKernel(Kernel):
 def _every_thread(start):
     """A thread's next routes."""
     return [start + step * _THREADS for step in range(_LOADS)]
-
-
-@cute.jit
-def _scan(value: Int32, sums: Uint32):
-    """Sum of `value` over the block's threads before this one, and over all."""
-    thread, _, _ = cute.arch.thread_idx()
-    warp, lane = thread // 32, thread % 32
-    running = _scan_warp(value)
-    cute.arch.sync_threads()
-    if lane == 31:
-        ptx.store_shared(sums + Uint32(warp * 4), running)
-    cute.arch.sync_threads()
-    of_warps = _scan_warp(ptx.load_shared(sums + Uint32(lane * 4)))
-    before = cute.arch.shuffle_sync(of_warps, (warp + 31) % 32)
-    total = cute.arch.shuffle_sync(of_warps, 31)
-    if warp == 0:
-        before = Int32(0)
-    return before + running - value, total
-
-
-@cute.jit
-def _scan_warp(value: Int32) -> Int32:
-    """Sum of `value` over the lanes up to this one."""
-    lane = cute.arch.lane_idx()
-    for step in cutlass.range_constexpr(5):
-        below = cute.arch.shuffle_sync_up(value, 1 << step, mask_and_clamp=0)
-        if lane >= 1 << step:
-            value += below
-    return value
 
 
 REPRESENTATIVES = {

@@ -129,7 +129,7 @@ class PrepareKernel(Kernel):
         cute.arch.sync_threads()
 
         own_units = (self.sum_counts(counts) + UNIT - 1) // UNIT
-        base, num_units = self.scan(own_units, totals)
+        base, num_units = scan_block(own_units, totals)
         if thread < self.num_experts:
             ptx.store_shared(bases + Uint32(thread * 4), base)
         cute.arch.sync_threads()
@@ -217,21 +217,28 @@ class PrepareKernel(Kernel):
                 total += loaded[warp]
         return total
 
-    @cute.jit
-    def scan(self, value: Int32, totals: Uint32):
-        """Sum of `value` over the threads before this one, and over all."""
-        thread, _, _ = cute.arch.thread_idx()
-        warp, lane = thread // 32, thread % 32
-        running = _scan_warp(value)
-        if lane == 31:
-            ptx.store_shared(totals + Uint32(warp * 4), running)
-        cute.arch.sync_threads()
-        of_warps = _scan_warp(ptx.load_shared(totals + Uint32(lane * 4)))
-        whole = cute.arch.shuffle_sync(of_warps, 31)
-        before = cute.arch.shuffle_sync(of_warps, (warp + 31) % 32)
-        if warp == 0:
-            before = Int32(0)
-        return before + running - value, whole
+
+@cute.jit
+def scan_block(value: Int32, totals: Uint32):
+    """Sum of `value` over the threads before this one, and over all 1024 of the block.
+
+    Args:
+        value: of this thread.
+        totals: 128 bytes of shared memory, which the next scan may use too.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    warp, lane = thread // 32, thread % 32
+    running = _scan_warp(value)
+    cute.arch.sync_threads()
+    if lane == 31:
+        ptx.store_shared(totals + Uint32(warp * 4), running)
+    cute.arch.sync_threads()
+    of_warps = _scan_warp(ptx.load_shared(totals + Uint32(lane * 4)))
+    whole = cute.arch.shuffle_sync(of_warps, 31)
+    before = cute.arch.shuffle_sync(of_warps, (warp + 31) % 32)
+    if warp == 0:
+        before = Int32(0)
+    return before + running - value, whole
 
 
 @cute.jit
