@@ -96,7 +96,7 @@ def test_the_plain_order_alone_is_checked():
     solo = bench.Solo(2, Target.current())
     rng = np.random.default_rng()
     solo.wholes = [bench._random_bfloat16(rng, (64, 32), 0.2) for _ in range(3)]
-    assert solo._plain(5, rng) > 0
+    assert np.isfinite(solo._plain(5, rng))
 
 
 def test_layers_come_one_after_another():
