@@ -9,7 +9,8 @@ import numpy as np
 
 from k3jax.config import MoEConfig
 from k3jax.ops.experts.few import few_program
-from k3jax.ops.experts.packing import CHUNK, GROUP_CHUNKS, order_refusal
+from k3jax.ops.experts.operands import program_operands
+from k3jax.ops.experts.packing import CHUNK, GROUP_SIZE, order_refusal
 from k3jax.runtime.buckets import token_bucket
 from k3jax.runtime.program import ArraySpec, Launch, Operand, Program, Result
 from k3jax.runtime.target import Target
@@ -33,7 +34,6 @@ MAX_WARPS = 30
 def refusal(config: MoEConfig, num_tokens: int, tp: int, target: Target) -> str | None:
     """Why the kernels cannot run this, or None if they can."""
     inner, latent = config.expert_intermediate_size // tp, config.latent_size
-    slice_size = GROUP_CHUNKS * CHUNK
     if reason := order_refusal(config, tp, target):
         return reason
     if num_tokens > MAX_TOKENS:
@@ -41,12 +41,12 @@ def refusal(config: MoEConfig, num_tokens: int, tp: int, target: Target) -> str 
     routes = token_bucket(max(num_tokens, 1)) * config.experts_per_token
     if routes > MAX_ROUTES:
         return f"{routes} routes are more than the {MAX_ROUTES} that it groups"
-    if not 2 <= latent // slice_size <= MAX_WARPS:
-        return f"latent_size={latent} is not from {2 * slice_size} to {MAX_WARPS * slice_size}"
-    if inner > MAX_BATCH * CHUNK and inner % (GROUP_CHUNKS * CHUNK):
+    if not 2 <= latent // GROUP_SIZE <= MAX_WARPS:
+        return f"latent_size={latent} is not from {2 * GROUP_SIZE} to {MAX_WARPS * GROUP_SIZE}"
+    if inner > MAX_BATCH * CHUNK and inner % GROUP_SIZE:
         return (
             f"expert_intermediate_size / tp = {inner} is past {MAX_BATCH * CHUNK} and not a "
-            f"multiple of {GROUP_CHUNKS * CHUNK}"
+            f"multiple of {GROUP_SIZE}"
         )
     if inner > latent:
         return f"{inner} neurons a rank are more than latent_size={latent}"
@@ -92,7 +92,7 @@ def _program(config, num_tokens, tp, target, weighted) -> Program:
     main = _main_kernel(config, num_tokens, inner, target, weighted)
     prepare = PrepareKernel(E, not main.groups_itself, max_routes=token_bucket(num_tokens) * K)
 
-    bfloat16, byte = np.dtype(jax.numpy.bfloat16), np.dtype(np.uint8)
+    bfloat16 = np.dtype(jax.numpy.bfloat16)
     int32 = np.dtype(np.int32)
     rows = ArraySpec((num_tokens, K, L), bfloat16)
     out = ArraySpec((num_tokens, L), bfloat16) if weighted else rows
@@ -100,13 +100,7 @@ def _program(config, num_tokens, tp, target, weighted) -> Program:
     units = ArraySpec((table_bytes(E, routes) // 4,), int32)
     through_memory = weighted and not main.keeps_rows
     results = [out, hidden, units, *([rows] if through_memory else [])]
-    operands = (
-        ArraySpec((num_tokens, L), bfloat16),
-        ArraySpec((num_tokens, K), int32),
-        ArraySpec((num_tokens, K), np.dtype(np.float32)),
-        ArraySpec((E, main.gate_up_tiles, main.slot_bytes), byte),
-        ArraySpec((E, main.down_tiles, main.down_bytes), byte),
-    )
+    operands = program_operands(config, num_tokens, tp)
     z, ids, weights, gate_up, down = map(Operand, range(5))
     target_rows = Result(3 if through_memory else 0)
     addresses = (z, ids, weights, gate_up, down, Result(1), Result(2), target_rows, Result(0))

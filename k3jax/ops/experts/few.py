@@ -4,6 +4,7 @@ import jax
 import numpy as np
 
 from k3jax.config import MoEConfig
+from k3jax.ops.experts.operands import program_operands
 from k3jax.runtime.program import ArraySpec, Launch, Operand, Program, Result
 from k3jax.runtime.target import Target
 
@@ -36,17 +37,11 @@ def few_program(
     if kernels is None:
         return None
     gate_up, down = kernels
-    E, K, L = config.num_experts, config.experts_per_token, config.latent_size
-    bfloat16, byte = np.dtype(jax.numpy.bfloat16), np.dtype(np.uint8)
+    K, L = config.experts_per_token, config.latent_size
+    bfloat16 = np.dtype(jax.numpy.bfloat16)
     out = ArraySpec((num_tokens, L) if weighted else (num_tokens, K, L), bfloat16)
     hidden = ArraySpec((num_tokens * K, gate_up.inner), bfloat16)
-    operands = (
-        ArraySpec((num_tokens, L), bfloat16),
-        ArraySpec((num_tokens, K), np.dtype(np.int32)),
-        ArraySpec((num_tokens, K), np.dtype(np.float32)),
-        ArraySpec((E, gate_up.num_tiles, gate_up.tile_bytes), byte),
-        ArraySpec((E, down.num_tiles, down.tile_bytes), byte),
-    )
+    operands = program_operands(config, num_tokens, tp)
     z, ids, weights, gate_up_bytes, down_bytes = map(Operand, range(5))
     first = (z, ids, gate_up_bytes, Result(1), num_tokens)
     second = (ids, weights, down_bytes, Result(1), Result(0), num_tokens)

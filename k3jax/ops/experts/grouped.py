@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from k3jax.config import MoEConfig
+from k3jax.ops.experts.operands import program_operands
 from k3jax.ops.experts.packing import order_refusal
 from k3jax.runtime.program import ArraySpec, Launch, Operand, Program, Result
 from k3jax.runtime.target import Target
@@ -87,7 +88,7 @@ def _program(config, num_tokens, tp, target, weighted, widths) -> Program:
     permute = PermuteKernel(E, L, K, clears=not weighted)
     max_units = min(routes, E + routes // gate_up.widths[-1])
 
-    bfloat16, byte = np.dtype(jax.numpy.bfloat16), np.dtype(np.uint8)
+    bfloat16 = np.dtype(jax.numpy.bfloat16)
     int32 = np.dtype(np.int32)
     rows = ArraySpec((num_tokens, K, L), bfloat16)
     tokens = ArraySpec((num_tokens, L), bfloat16)
@@ -100,13 +101,7 @@ def _program(config, num_tokens, tp, target, weighted, widths) -> Program:
         ArraySpec((routes, inner), bfloat16),
         *([rows] if weighted else []),
     )
-    operands = (
-        tokens,
-        ArraySpec((num_tokens, K), int32),
-        ArraySpec((num_tokens, K), np.dtype(np.float32)),
-        ArraySpec((E, gate_up.num_tiles, gate_up.tile_bytes), byte),
-        ArraySpec((E, down.num_tiles, down.tile_bytes), byte),
-    )
+    operands = program_operands(config, num_tokens, tp)
     z, ids, weights, gate_up_bytes, down_bytes = map(Operand, range(5))
     permuted, order, units, hidden = map(Result, range(1, 5))
     target_rows = Result(5 if weighted else 0)

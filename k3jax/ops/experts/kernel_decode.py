@@ -41,6 +41,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from k3jax.ops import kernel_ptx as ptx
+from k3jax.ops.experts.kernel_chunks import multiply_chunk, zeros
 from k3jax.ops.experts.kernel_units import (
     BLOCK_TABLE_BYTES,
     GAINS_OFFSET,
@@ -51,18 +52,23 @@ from k3jax.ops.experts.kernel_units import (
     record_offset,
     scratch_bytes,
 )
-from k3jax.ops.experts.packing import CHUNK, CHUNK_BYTES, GROUP_CHUNKS, ROW_TILE, chunk_groups
+from k3jax.ops.experts.packing import (
+    CHUNK,
+    CHUNK_BYTES,
+    ELEMENT_BYTES,
+    GROUP_CHUNKS,
+    GROUP_SIZE,
+    NEURONS,
+    ROW_TILE,
+    chunk_groups,
+)
 from k3jax.runtime.program import Kernel
 
-NEURONS = 8
-"""Neurons of a gate/up row tile."""
 MAX_BATCH = 8
 """Most chunks of hidden values that fit a lane's registers."""
 NOT_WRITTEN = 0xFFFFFFFF
 """Hidden word that no block has stored yet."""
 
-_SLICE = GROUP_CHUNKS * CHUNK
-_ELEMENTS = ROW_TILE * CHUNK // 2
 _PARTIAL_BYTES = UNIT * ROW_TILE * 4
 """A warp's sums: 8 columns of 16 rows."""
 HEADER_BYTES = 256
@@ -117,7 +123,7 @@ class DecodeKernel(Kernel):
     @property
     def warps(self) -> int:
         """Compute warps."""
-        return self.latent // _SLICE
+        return self.latent // GROUP_SIZE
 
     @property
     def threads(self) -> int:
@@ -472,17 +478,17 @@ class DecodeKernel(Kernel):
         lane = cute.arch.lane_idx()
         slot, phase = Int32(0), Uint32(0)
         buffer, buffer_phase = Int32(0), Uint32(1)
-        tokens = self.zeros(GROUP_CHUNKS * 8, Uint32)
+        tokens = zeros(GROUP_CHUNKS * 8, Uint32)
         unit = Int32(-1)
         group = shared + Uint32(self.ring_offset + warp * (GROUP_CHUNKS * CHUNK_BYTES))
         for tile in cutlass.range(begin, begin + tiles):
             if tile // self.gate_up_tiles != unit:
                 unit = tile // self.gate_up_tiles
                 route = self.route_of(shared, units, unit, lane // 4)
-                row = z + Int64(route // self.top_k) * (2 * self.latent) + warp * (2 * _SLICE)
+                row = z + Int64(route // self.top_k) * (2 * self.latent) + warp * (2 * GROUP_SIZE)
                 self.load_columns(tokens, row + (lane % 4) * 32, route >= 0)
             ptx.barrier_wait(self.full(shared, slot), phase)
-            sums = self.zeros(8, Float32)  # two chains: even and odd instructions
+            sums = zeros(8, Float32)  # two chains: even and odd instructions
             self.multiply(group + Uint32(slot * self.slot_bytes), tokens, 0, sums, GROUP_CHUNKS)
             slot, phase = self.advance(slot, phase)
             ptx.barrier_wait(self.drained(shared, buffer), buffer_phase)
@@ -503,7 +509,7 @@ class DecodeKernel(Kernel):
         first_row, num_rows, jobs = share
         lane = cute.arch.lane_idx()
         cute.arch.griddepcontrol_wait()
-        columns = self.zeros(self.batch_chunks * 8, Uint32)
+        columns = zeros(self.batch_chunks * 8, Uint32)
         slot_jobs, job_rows = self.slot_jobs(num_rows), self.job_rows(num_rows)
         job, row, route, source = warp, Int32(0), Int32(-1), hidden
         if job < jobs:
@@ -521,8 +527,8 @@ class DecodeKernel(Kernel):
                 if job < jobs:
                     unit, next_row = self.place(job, num_rows)
                     next_route, next_source = self.find_hidden(shared, units, hidden, unit)
-                sums = self.zeros(8, Float32)
-                more = self.zeros(8, Float32)
+                sums = zeros(8, Float32)
+                more = zeros(8, Float32)
                 for batch in cutlass.range(self.batches):
                     self.await_hidden(columns, source, route)
                     self.multiply_batch(weights, columns, sums)
@@ -543,13 +549,6 @@ class DecodeKernel(Kernel):
                 ptx.barrier_arrive(self.empty(shared, slot))
             slot, phase = self.advance(slot, phase)
 
-    def zeros(self, size, kind):
-        """An array of registers."""
-        words = cute.make_rmem_tensor((size,), kind)
-        for index in range(size):
-            words[index] = kind(0)
-        return words
-
     @cute.jit
     def load_columns(self, words: cute.Tensor, address: Int64, present):
         """A lane's 16 elements of each chunk of its column.
@@ -568,11 +567,11 @@ class DecodeKernel(Kernel):
         lane = cute.arch.lane_idx()
         elements = group + Uint32(lane * 16)
         scales = ptx.load_scales(
-            group + Uint32(chunks * _ELEMENTS) + Uint32(lane // 2 * (2 * chunks)), chunks
+            group + Uint32(chunks * ELEMENT_BYTES) + Uint32(lane // 2 * (2 * chunks)), chunks
         )
         words = []
         for chunk in range(chunks):
-            words += ptx.load_shared_4(elements + Uint32(chunk * _ELEMENTS))
+            words += ptx.load_shared_4(elements + Uint32(chunk * ELEMENT_BYTES))
         every = scales[0]
         for word in scales[1:]:
             every = every | word
@@ -686,7 +685,7 @@ class DecodeKernel(Kernel):
             token, piece = index // pieces, index % pieces
             place = Int64(first_row * ROW_TILE + piece * 8) * 2
             first = Int64(token) * self.top_k
-            sums = self.zeros(8, Float32)
+            sums = zeros(8, Float32)
             loaded = [
                 ptx.load_relaxed_4(rows + (first + slot) * (2 * self.latent) + place)
                 for slot in range(self.top_k)
@@ -750,7 +749,7 @@ def _multiply(
             factors = [
                 ptx.scale_value(ptx.scale_byte(scales, 2 * chunk + pair)) for pair in range(2)
             ]
-            again = ptx.load_shared_volatile_4(elements + Uint32(chunk * _ELEMENTS))
+            again = ptx.load_shared_volatile_4(elements + Uint32(chunk * ELEMENT_BYTES))
             multiply_chunk(again, [Uint32(ptx.ONES)] * 2, factors, columns, first, sums, chunk)
     if large == 0:
         for chunk in cutlass.range_constexpr(chunks):
@@ -760,25 +759,6 @@ def _multiply(
             multiply_chunk(
                 words[4 * chunk : 4 * chunk + 4], factors, None, columns, first, sums, chunk
             )
-
-
-def multiply_chunk(words, factors, scales, columns, first, sums, chunk):
-    """Four matrix instructions: 16 rows x 64 k of weights times 64 k of 8 columns."""
-    rows = []
-    for pair in range(2):
-        values = []
-        for word in range(2):
-            values += ptx.dequantize(words[pair * 2 + word], factors[pair])
-        if scales is not None:
-            values = [ptx.scale_pair(value, scales[pair]) for value in values]
-        rows.append(values)
-    for step in range(4):
-        chain = step % 2 * 4
-        a = (rows[0][2 * step], rows[1][2 * step], rows[0][2 * step + 1], rows[1][2 * step + 1])
-        b = [columns[first + chunk * 8 + 2 * step + half] for half in range(2)]
-        done = ptx.multiply_add(a, b, [sums[chain + value] for value in range(4)])
-        for value in range(4):
-            sums[chain + value] = done[value]
 
 
 REPRESENTATIVES = {

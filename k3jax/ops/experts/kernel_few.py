@@ -38,22 +38,27 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from k3jax.ops import kernel_ptx as ptx
-from k3jax.ops.experts.kernel_decode import multiply_chunk
+from k3jax.ops.experts.kernel_chunks import multiply_chunk, zeros
 from k3jax.ops.experts.kernel_few_units import UnitTable
-from k3jax.ops.experts.packing import CHUNK, CHUNK_BYTES, GROUP_CHUNKS, ROW_TILE, chunk_groups
+from k3jax.ops.experts.packing import (
+    CHUNK,
+    CHUNK_BYTES,
+    ELEMENT_BYTES,
+    GROUP_CHUNKS,
+    GROUP_SIZE,
+    NEURONS,
+    ROW_TILE,
+    chunk_groups,
+)
 from k3jax.runtime.program import Kernel
 
-NEURONS = 8
-"""Neurons of a gate/up row tile."""
 MAX_TOKENS = 4
 """Most tokens: a warp that adds partial sums has a lane for each token's neuron of a tile."""
 DOWN_WARPS = 16
 """Warps of a block of down: one unit each at one token of K3."""
 
-_SLICE = GROUP_CHUNKS * CHUNK
 _GROUP_BYTES = GROUP_CHUNKS * CHUNK_BYTES
-_ELEMENTS = ROW_TILE * CHUNK // 2
-_TOKEN_BYTES = 2 * _SLICE + 16
+_TOKEN_BYTES = 2 * GROUP_SIZE + 16
 """A warp's slice of a token, padded so that tokens lie in different banks."""
 _COLUMN_BYTES = 80
 """A warp's sums of a token: 16 rows, padded so that the stores of a warp meet no bank twice."""
@@ -61,14 +66,6 @@ _COLUMN_BYTES = 80
 
 def _aligned(num_bytes):
     return -(-num_bytes // 128) * 128
-
-
-def _zeros(size, kind):
-    """An array of registers."""
-    words = cute.make_rmem_tensor((size,), kind)
-    for index in range(size):
-        words[index] = kind(0)
-    return words
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ class FewGateUpKernel(UnitTable, Kernel):
     @property
     def warps(self) -> int:
         """Compute warps."""
-        return self.latent // _SLICE
+        return self.latent // GROUP_SIZE
 
     @property
     def threads(self) -> int:
@@ -215,7 +212,7 @@ class FewGateUpKernel(UnitTable, Kernel):
     def load_tokens(self, shared: Uint32, z: Int64, num_tokens: Int32, warp: Int32):
         """Brings a warp's slice of each token into shared memory."""
         lane = cute.arch.lane_idx()
-        source = z + Int64(warp * (2 * _SLICE) + lane * 16)
+        source = z + Int64(warp * (2 * GROUP_SIZE) + lane * 16)
         for token in cutlass.range(num_tokens):
             words = ptx.load_global_4(source + Int64(token) * (2 * self.latent))
             ptx.store_shared_4(self.token(shared, warp, token) + Uint32(lane * 16), words)
@@ -247,7 +244,7 @@ class FewGateUpKernel(UnitTable, Kernel):
             ptx.barrier_wait(self.full(shared, warp, stage), phase)
             if index == 0:
                 cute.arch.griddepcontrol_launch_dependents()
-            sums = _zeros(8, Float32)
+            sums = zeros(8, Float32)
             multiply([self.slot(shared, warp, stage)], columns, [sums], GROUP_CHUNKS)
             ptx.barrier_wait(self.drained(shared, buffer), emptied)
             self.store_partial(shared, buffer, warp, sums)
@@ -522,7 +519,7 @@ class FewDownKernel(UnitTable, Kernel):
         # Two tiles at a time; where there is one more, it takes both places.
         for tile in cutlass.range(0, tiles, 2, unroll=1):
             pair = (tile, cutlass.min(tile + 1, tiles - 1))
-            sums = [_zeros(8, Float32) for _ in pair]
+            sums = [zeros(8, Float32) for _ in pair]
             first = 0
             for size in chunk_groups(self.inner // CHUNK):
                 places = [one * self.tile_bytes + first * CHUNK_BYTES for one in pair]
@@ -583,7 +580,7 @@ def multiply(groups, columns, sums, chunks):
     """
     lane = cute.arch.lane_idx()
     elements = [group + Uint32(lane * 16) for group in groups]
-    offset = chunks * _ELEMENTS + lane // 2 * (2 * chunks)
+    offset = chunks * ELEMENT_BYTES + lane // 2 * (2 * chunks)
     places = [group + Uint32(offset) for group in groups]
     every = Uint32(0)
     for place in places:
@@ -609,7 +606,7 @@ def _multiply(elements, places, columns: Uint32, sums, chunks: cutlass.Constexpr
                 halves = [ptx.load_shared_volatile_4(place + Uint32(16 * i)) for i in range(2)]
                 both = ptx.load_shared_volatile_half(scale + Uint32(2 * chunk))
                 factors = [ptx.scale_value(ptx.spread_byte(both, row)) for row in range(2)]
-                words = ptx.load_shared_volatile_4(element + Uint32(chunk * _ELEMENTS))
+                words = ptx.load_shared_volatile_4(element + Uint32(chunk * ELEMENT_BYTES))
                 ones, held = [Uint32(ptx.ONES)] * 2, [*halves[0], *halves[1]]
                 multiply_chunk(words, ones, factors, held, 0, chains, 0)
     if large == 0:
@@ -621,7 +618,7 @@ def _multiply(elements, places, columns: Uint32, sums, chunks: cutlass.Constexpr
                 factors = [
                     ptx.power_pair(ptx.scale_byte(scales, 2 * chunk + row)) for row in range(2)
                 ]
-                words = ptx.load_shared_4(element + Uint32(chunk * _ELEMENTS))
+                words = ptx.load_shared_4(element + Uint32(chunk * ELEMENT_BYTES))
                 multiply_chunk(words, factors, None, held, 0, chains, 0)
 
 

@@ -39,7 +39,14 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from k3jax.ops import kernel_ptx as ptx
 from k3jax.ops.experts import kernel_wgmma as wgmma
-from k3jax.ops.experts.packing import CHUNK, CHUNK_BYTES, GROUP_CHUNKS, ROW_TILE, chunk_groups
+from k3jax.ops.experts.packing import (
+    CHUNK,
+    CHUNK_BYTES,
+    ELEMENT_BYTES,
+    GROUP_CHUNKS,
+    ROW_TILE,
+    chunk_groups,
+)
 from k3jax.runtime.program import Kernel
 
 
@@ -74,7 +81,6 @@ LAG = 1
 RECORD_BYTES = 16
 """A unit in the table: expert, first place among the sorted routes, routes, nothing."""
 
-_ELEMENTS = ROW_TILE * CHUNK // 2
 _GATHER_WARPS = 3
 _GATHER_ROWS = 32 * _GATHER_WARPS // wgmma.PIECES
 """Rows that the gathering warps copy a piece of at once."""
@@ -498,7 +504,9 @@ class GroupedKernel(Kernel):
         lane = cute.arch.lane_idx()
         slot = self.slot(shared, ring[0])
         weights = slot + Uint32(self.weights_offset + tile * (size * CHUNK_BYTES))
-        scales = ptx.load_scales(weights + Uint32(size * _ELEMENTS + lane // 2 * (2 * size)), size)
+        scales = ptx.load_scales(
+            weights + Uint32(size * ELEMENT_BYTES + lane // 2 * (2 * size)), size
+        )
         large = _some_large(scales)
         first_scales = _first_scales(scales, large)
         step = STEP if width <= self.shape.widest_of_two else 1
@@ -509,7 +517,7 @@ class GroupedKernel(Kernel):
             words = [
                 word
                 for chunk in range(first, first + chunks)
-                for word in ptx.load_shared_4(weights + Uint32(chunk * _ELEMENTS + lane * 16))
+                for word in ptx.load_shared_4(weights + Uint32(chunk * ELEMENT_BYTES + lane * 16))
             ]
             a = cute.make_rmem_tensor((16 * chunks,), Uint32)
             _dequantize(words, scales, first_scales, first, large, a)

@@ -38,12 +38,17 @@ ORDER = "k3jax-m16k64-v1"
 ROW_TILE = 16
 CHUNK = 64
 """Elements of K that feed four matrix instructions."""
+NEURONS = 8
+"""Neurons of a gate/up row tile: 8 gate rows and the 8 matching up rows."""
 GROUP_CHUNKS = 4
+GROUP_SIZE = GROUP_CHUNKS * CHUNK
+"""Elements of K whose packed weights lie together: elements, then scales."""
 MAX_EXPERTS = 1024
 """Experts that the kernels sort routes by: one thread each."""
 CHUNK_BYTES = ROW_TILE * (CHUNK // 2 + CHUNK // MXFP4_GROUP_SIZE)
 """Bytes of 16 rows x 64 elements, scales included."""
-_ELEMENT_BYTES = ROW_TILE * CHUNK // 2
+ELEMENT_BYTES = ROW_TILE * CHUNK // 2
+"""Of these, those of the elements."""
 
 
 @jax.tree_util.register_dataclass
@@ -123,8 +128,8 @@ def order_refusal(config: MoEConfig, tp: int, target: Target) -> str | None:
     inner, latent = config.expert_intermediate_size // tp, config.latent_size
     if target.arch is None:
         return f"there are no kernels for {target.kind}"
-    if latent % (GROUP_CHUNKS * CHUNK):
-        return f"latent_size={latent} is not a multiple of {GROUP_CHUNKS * CHUNK}"
+    if latent % GROUP_SIZE:
+        return f"latent_size={latent} is not a multiple of {GROUP_SIZE}"
     if inner % CHUNK:
         return f"expert_intermediate_size / tp = {inner} is not a multiple of {CHUNK}"
     if config.num_experts > MAX_EXPERTS:
@@ -188,16 +193,20 @@ def check_packed(packed: PackedExperts, num_experts: int, latent: int, inner: in
             "with k3jax.ops.experts.packing.pack_experts"
         )
     check_layout(packed, inner)
-    wanted = {
-        "gate_up": (num_experts, inner // 8, latent // CHUNK * CHUNK_BYTES),
-        "down": (num_experts, latent // ROW_TILE, inner // CHUNK * CHUNK_BYTES),
-    }
-    for name, shape in wanted.items():
+    for name, shape in packed_shapes(num_experts, latent, inner).items():
         array = getattr(packed, name)
         if array.dtype != jnp.uint8:
             raise TypeError(f"experts.{name} is {array.dtype}, want uint8")
         if array.shape != shape:
             raise ValueError(f"experts.{name} has shape {array.shape}, want {shape}")
+
+
+def packed_shapes(num_experts: int, latent: int, inner: int) -> dict[str, tuple[int, int, int]]:
+    """Shapes of the bytes of one rank, whose share of the intermediate size is `inner`."""
+    return {
+        "gate_up": (num_experts, inner // NEURONS, latent // CHUNK * CHUNK_BYTES),
+        "down": (num_experts, latent // ROW_TILE, inner // CHUNK * CHUNK_BYTES),
+    }
 
 
 def pack_experts(params: ExpertParams) -> PackedExperts:
@@ -212,10 +221,10 @@ def pack_experts(params: ExpertParams) -> PackedExperts:
         ValueError: sizes that the order cannot hold.
     """
     num_experts, inner, latent = params.w1.shape
-    if latent % (GROUP_CHUNKS * CHUNK) or inner % CHUNK:
+    if latent % GROUP_SIZE or inner % CHUNK:
         raise ValueError(
             f"experts are [I, L]=[{inner}, {latent}]; kernel order needs L a multiple of "
-            f"{GROUP_CHUNKS * CHUNK} and I a multiple of {CHUNK}: use fewer ranks, or experts='xla'"
+            f"{GROUP_SIZE} and I a multiple of {CHUNK}: use fewer ranks, or experts='xla'"
         )
 
     def one(index):
@@ -257,7 +266,7 @@ def _pack(tiles: Mxfp4Array) -> jax.Array:
     # tile, pair, g, chunk, t, word, byte
     codes = tiles.packed.reshape(num_tiles, 2, 8, chunks, 4, 2, 4)
     words = _spread(codes.transpose(0, 3, 2, 4, 1, 5, 6))
-    elements = lax.bitcast_convert_type(words, jnp.uint8).reshape(num_tiles, chunks, _ELEMENT_BYTES)
+    elements = lax.bitcast_convert_type(words, jnp.uint8).reshape(num_tiles, chunks, ELEMENT_BYTES)
     # tile, pair, g, chunk, half -> tile, g, half, chunk, pair
     scales = tiles.scale.reshape(num_tiles, 2, 8, chunks, 2).transpose(0, 2, 4, 3, 1)
     parts, first = [], 0
@@ -273,8 +282,8 @@ def _unpack(packed: jax.Array) -> Mxfp4Array:
     num_tiles, num_bytes = packed.shape
     elements, scales, offset = [], [], 0
     for size in chunk_groups(num_bytes // CHUNK_BYTES):
-        middle, end = offset + size * _ELEMENT_BYTES, offset + size * CHUNK_BYTES
-        elements.append(packed[:, offset:middle].reshape(num_tiles, size, _ELEMENT_BYTES))
+        middle, end = offset + size * ELEMENT_BYTES, offset + size * CHUNK_BYTES
+        elements.append(packed[:, offset:middle].reshape(num_tiles, size, ELEMENT_BYTES))
         scales.append(packed[:, middle:end].reshape(num_tiles, 8, 2, size, 2))
         offset = end
     words = jnp.concatenate(elements, axis=1).reshape(num_tiles, -1, 8, 4, 2, 2, 4)
