@@ -3,9 +3,6 @@
 Run as a module, this file is one of the two processes.
 """
 
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +16,7 @@ from k3jax.parallel import Parallel
 from k3jax.params import init_params, param_specs
 from k3jax.plan import plan_layer
 from tests.support import SMALL, bits, tokens_of
+from tests.workers import Workers
 
 PROCESSES, DEVICES, TP = 2, 4, 8
 TIMEOUT = 120
@@ -62,29 +60,10 @@ def outputs() -> dict[str, np.ndarray]:
 
 
 def test_two_processes_equal_one(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        address = f"localhost:{probe.getsockname()[1]}"
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.test_multiprocess", address, str(number), str(tmp_path)],
-            env=environment,
-            cwd=Path(__file__).parent.parent,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for number in range(PROCESSES)
-    ]
+    workers = Workers(__name__, PROCESSES, tmp_path)
     want = outputs()
-    try:
-        logs = [worker.communicate(timeout=TIMEOUT)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(logs)
+    ended = workers.wait(TIMEOUT)
+    assert [process.code for process in ended] == [0, 0], "\n".join(p.log for p in ended)
 
     parts = [np.load(tmp_path / f"{number}.npz") for number in range(PROCESSES)]
     for tail, output in CASES.items():

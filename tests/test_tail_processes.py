@@ -5,8 +5,6 @@ Run as a module, this file is one of the two processes.
 
 import os
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -27,6 +25,7 @@ from k3jax.plan import plan_layer
 from k3jax.runtime import processes
 from tests.ops.tail_oracle import EPS, draw, oracle
 from tests.support import SMALL
+from tests.workers import Workers
 
 PROCESSES, DEVICES, TP = 2, 2, 4
 LATENT, HIDDEN = 64, 128
@@ -35,31 +34,11 @@ TIMEOUT = 150
 
 
 def test_two_processes(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        address = f"localhost:{probe.getsockname()[1]}"
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", __name__, address, str(number), str(tmp_path)],
-            env=environment,
-            cwd=Path(__file__).parent.parent,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for number in range(PROCESSES)
-    ]
-    try:
-        logs = [worker.communicate(timeout=TIMEOUT)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    codes = [worker.returncode for worker in workers]
-    assert codes == [0, -signal.SIGKILL], "\n".join(logs)
-    for worker in workers:  # no name outlives its processes
-        assert not list(Path("/dev/shm").glob(f"k3jax-{worker.pid}-*"))
+    ended = Workers(__name__, PROCESSES, tmp_path).wait(TIMEOUT)
+    codes = [process.code for process in ended]
+    assert codes == [0, -signal.SIGKILL], "\n".join(process.log for process in ended)
+    for process in ended:  # no name outlives its processes
+        assert not list(Path("/dev/shm").glob(f"k3jax-{process.pid}-*"))
 
 
 class Steps:

@@ -7,8 +7,6 @@ import functools
 import importlib.util
 import os
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -29,6 +27,7 @@ from k3jax.plan import plan_layer
 from k3jax.runtime.target import Target
 from tests.ops.tail_oracle import EPS, draw, oracle
 from tests.support import WHOLE_LAYER, bits, tokens_of
+from tests.workers import Workers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,30 +54,10 @@ SPECS = (P("tp"), P("tp"), P(), P())
 def test_two_processes(tmp_path):
     if len(jax.devices()) < RANKS:
         pytest.skip(f"needs {RANKS} GPUs, there are {len(jax.devices())}")
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        address = f"localhost:{probe.getsockname()[1]}"
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", __name__, address, str(rank), str(tmp_path)],
-            env=environment,
-            cwd=Path(__file__).parent.parent.parent,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        logs = [worker.communicate(timeout=TIMEOUT)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    print(*logs, sep="\n")
-    assert [worker.returncode for worker in workers] == [0, -signal.SIGKILL]
-    assert "all done" in logs[0]
+    ended = Workers(__name__, RANKS, tmp_path, XLA_PYTHON_CLIENT_PREALLOCATE="false").wait(TIMEOUT)
+    print(*(process.log for process in ended), sep="\n")
+    assert [process.code for process in ended] == [0, -signal.SIGKILL]
+    assert "all done" in ended[0].log
 
 
 def place(mesh, arrays):
