@@ -43,13 +43,18 @@ Driver Open() {
   Resolve(library, "cuCtxPushCurrent_v2", &driver.cuCtxPushCurrent);
   Resolve(library, "cuCtxPopCurrent_v2", &driver.cuCtxPopCurrent);
   Resolve(library, "cuCtxSynchronize", &driver.cuCtxSynchronize);
+  Resolve(library, "cuStreamCreate", &driver.cuStreamCreate);
+  Resolve(library, "cuStreamSynchronize", &driver.cuStreamSynchronize);
+  Resolve(library, "cuStreamDestroy_v2", &driver.cuStreamDestroy);
   Resolve(library, "cuCtxEnablePeerAccess", &driver.cuCtxEnablePeerAccess);
   Resolve(library, "cuMemAlloc_v2", &driver.cuMemAlloc);
+  Resolve(library, "cuMemFree_v2", &driver.cuMemFree);
   Resolve(library, "cuMemHostAlloc", &driver.cuMemHostAlloc);
   Resolve(library, "cuMemHostGetDevicePointer_v2", &driver.cuMemHostGetDevicePointer);
   Resolve(library, "cuIpcGetMemHandle", &driver.cuIpcGetMemHandle);
   Resolve(library, "cuIpcOpenMemHandle_v2", &driver.cuIpcOpenMemHandle);
   Resolve(library, "cuMemsetD32_v2", &driver.cuMemsetD32);
+  Resolve(library, "cuMemsetD32Async", &driver.cuMemsetD32Async);
   Resolve(library, "cuMemcpyHtoD_v2", &driver.cuMemcpyHtoD);
   Resolve(library, "cuMemcpyDtoH_v2", &driver.cuMemcpyDtoH);
   Resolve(library, "cuLibraryLoadData", &driver.cuLibraryLoadData);

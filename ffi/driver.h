@@ -21,12 +21,14 @@ using Library = struct LibraryOpaque*;
 using Kernel = struct KernelOpaque*;
 using Function = struct FunctionOpaque*;
 
+constexpr Result kOutOfMemory = 2;
 constexpr Result kPeerAccessUnsupported = 217;
 constexpr Result kPeerAccessAlreadyEnabled = 704;
 
 constexpr unsigned kIpcLazyEnablePeerAccess = 1;
 constexpr unsigned kHostPortable = 1;
 constexpr unsigned kHostDeviceMapped = 2;
+constexpr unsigned kStreamNonBlocking = 1;
 
 enum DeviceAttribute : int {
   kMultiprocessorCount = 16,
@@ -92,13 +94,18 @@ struct Driver {
   Result (*cuCtxPushCurrent)(Context context);
   Result (*cuCtxPopCurrent)(Context* context);
   Result (*cuCtxSynchronize)();
+  Result (*cuStreamCreate)(Stream* stream, unsigned flags);
+  Result (*cuStreamSynchronize)(Stream stream);
+  Result (*cuStreamDestroy)(Stream stream);
   Result (*cuCtxEnablePeerAccess)(Context peer, unsigned flags);
   Result (*cuMemAlloc)(uint64_t* address, size_t num_bytes);
+  Result (*cuMemFree)(uint64_t address);
   Result (*cuMemHostAlloc)(void** memory, size_t num_bytes, unsigned flags);
   Result (*cuMemHostGetDevicePointer)(uint64_t* address, void* memory, unsigned flags);
   Result (*cuIpcGetMemHandle)(IpcHandle* handle, uint64_t address);
   Result (*cuIpcOpenMemHandle)(uint64_t* address, IpcHandle handle, unsigned flags);
   Result (*cuMemsetD32)(uint64_t address, unsigned word, size_t count);
+  Result (*cuMemsetD32Async)(uint64_t address, unsigned word, size_t count, Stream stream);
   Result (*cuMemcpyHtoD)(uint64_t target, const void* source, size_t num_bytes);
   Result (*cuMemcpyDtoH)(void* target, uint64_t source, size_t num_bytes);
   Result (*cuLibraryLoadData)(Library* library, const void* image, void* jit_options,

@@ -18,6 +18,7 @@ enum class FailureKind : int {
   kFailedPrecondition,
   kDeadlineExceeded,
   kUnavailable,
+  kResourceExhausted,
   kInternal
 };
 

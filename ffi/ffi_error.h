@@ -27,6 +27,9 @@ inline xla::ffi::Error ToError(const std::exception& error) {
     case FailureKind::kUnavailable:
       code = ErrorCode::kUnavailable;
       break;
+    case FailureKind::kResourceExhausted:
+      code = ErrorCode::kResourceExhausted;
+      break;
     case FailureKind::kInternal:
       break;
   }

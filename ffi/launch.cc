@@ -24,22 +24,6 @@ std::string Capability(int ordinal) {
   return Concat(major, ".", minor);
 }
 
-// The driver reads as many of the 8 bytes as the parameter has: CUDA hosts are little endian.
-uint64_t ArgumentBits(const Argument& argument, int device, const Buffers& buffers) {
-  switch (argument.kind) {
-    case ArgumentKind::kOperand:
-      return buffers.operands[argument.value] + argument.offset;
-    case ArgumentKind::kResult:
-      return buffers.results[argument.value] + argument.offset;
-    case ArgumentKind::kWorkspace:
-      return WorkspaceAddress(device, argument.value) + argument.offset;
-    case ArgumentKind::kInt32:
-    case ArgumentKind::kFloat32:
-      return static_cast<uint32_t>(argument.value);
-  }
-  throw Failure(FailureKind::kInternal, "unknown argument kind");
-}
-
 }  // namespace
 
 LoadedProgram::LoadedProgram(ProgramSpec spec) : spec_(std::move(spec)) {
@@ -79,6 +63,10 @@ void LoadedProgram::LoadOn(int device) {
   for (size_t i = 0; i < modules_.size(); ++i) {
     resident->functions.push_back(modules_[i]->Load(spec_.kernels[i], place));
   }
+  for (const KeptSpec& kept : spec_.kept) {
+    resident->kept.emplace_back(kept, resident->context,
+                                Concat("program '", spec_.name, "' on device ", device));
+  }
   owned_[device] = std::move(resident);
   resident_[device].store(owned_[device].get(), std::memory_order_release);
 }
@@ -95,18 +83,39 @@ void LoadedProgram::Launch(int device, cuda::Stream stream, const Buffers& buffe
                   Concat("program '", spec_.name, "' was not loaded on device ", device));
   }
   cuda::ContextScope scope(resident->context);
+  std::unique_lock<std::mutex> lock(resident->launching, std::defer_lock);
+  if (!resident->kept.empty()) lock.lock();
   for (const LaunchSpec& launch : spec_.launches) {
-    LaunchOne(launch, resident->functions[launch.kernel], device, stream, buffers);
+    LaunchOne(launch, device, *resident, stream, buffers);
   }
 }
 
-void LoadedProgram::LaunchOne(const LaunchSpec& launch, cuda::Function function, int device,
+// The driver reads as many of the 8 bytes as the parameter has: CUDA hosts are little endian.
+uint64_t LoadedProgram::ArgumentBits(const Argument& argument, int device, const Resident& resident,
+                                     const Buffers& buffers) const {
+  switch (argument.kind) {
+    case ArgumentKind::kOperand:
+      return buffers.operands[argument.value] + argument.offset;
+    case ArgumentKind::kResult:
+      return buffers.results[argument.value] + argument.offset;
+    case ArgumentKind::kWorkspace:
+      return WorkspaceAddress(device, argument.value) + argument.offset;
+    case ArgumentKind::kKept:
+      return resident.kept[argument.value].address() + argument.offset;
+    case ArgumentKind::kInt32:
+    case ArgumentKind::kFloat32:
+      return static_cast<uint32_t>(argument.value);
+  }
+  throw Failure(FailureKind::kInternal, "unknown argument kind");
+}
+
+void LoadedProgram::LaunchOne(const LaunchSpec& launch, int device, const Resident& resident,
                               cuda::Stream stream, const Buffers& buffers) const {
   const KernelSpec& kernel = spec_.kernels[launch.kernel];
   uint64_t values[kMaxArguments];
   void* parameters[kMaxArguments];
   for (size_t i = 0; i < launch.arguments.size(); ++i) {
-    values[i] = ArgumentBits(launch.arguments[i], device, buffers);
+    values[i] = ArgumentBits(launch.arguments[i], device, resident, buffers);
     parameters[i] = &values[i];
   }
 
@@ -131,7 +140,8 @@ void LoadedProgram::LaunchOne(const LaunchSpec& launch, cuda::Function function,
   config.stream = stream;
   config.attributes = attributes;
   config.num_attributes = num_attributes;
-  cuda::Result result = cuda::GetDriver().cuLaunchKernelEx(&config, function, parameters, nullptr);
+  cuda::Result result = cuda::GetDriver().cuLaunchKernelEx(
+      &config, resident.functions[launch.kernel], parameters, nullptr);
   if (result != 0) {  // building the text allocates, so only where it is needed
     cuda::Check(result, Concat("launching ", kernel.entry, " of '", spec_.name, "'"));
   }

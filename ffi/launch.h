@@ -5,12 +5,14 @@
 
 #include <array>
 #include <atomic>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <set>
 #include <vector>
 
 #include "driver.h"
+#include "kept.h"
 #include "module.h"
 #include "program.h"
 #include "workspace.h"
@@ -32,25 +34,32 @@ class LoadedProgram {
 
   const ProgramSpec& spec() const { return spec_; }
 
-  // Loads the kernels, once, on the device and on every other one that this process uses: loading
-  // may wait for a device, so none may be left for when a kernel there already spins on a peer.
+  // Loads the kernels and makes the kept memory, once, on the device and on every other one that
+  // this process uses: loading may wait for a device, so none may be left for when a kernel there
+  // already spins on a peer.
   void Load(int device);
 
   // Asks the workspaces that the program uses whether it may run; before every run, on each device.
   void Admit(int device, int64_t run) const;
 
-  // Puts the launches on the stream: no allocation, no wait. The device must have been loaded.
+  // Puts the launches on the stream: no allocation, no wait for the device, which must have been
+  // loaded. A program with kept memory waits for other threads that are launching it there: on one
+  // stream their runs then follow each other whole.
   void Launch(int device, cuda::Stream stream, const Buffers& buffers) const;
 
  private:
   struct Resident {
     cuda::Context context;
     std::vector<cuda::Function> functions;  // one a kernel of the program
+    std::deque<KeptMemory> kept;
+    mutable std::mutex launching;  // held while a run's launches are issued, if there is any `kept`
   };
 
   void LoadOn(int device);
-  void LaunchOne(const LaunchSpec& launch, cuda::Function function, int device, cuda::Stream stream,
-                 const Buffers& buffers) const;
+  uint64_t ArgumentBits(const Argument& argument, int device, const Resident& resident,
+                        const Buffers& buffers) const;
+  void LaunchOne(const LaunchSpec& launch, int device, const Resident& resident,
+                 cuda::Stream stream, const Buffers& buffers) const;
 
   ProgramSpec spec_;
   std::vector<Module*> modules_;  // one a kernel of the program

@@ -44,6 +44,7 @@ class Reader {
 
 constexpr int64_t kMaxGrid[3] = {std::numeric_limits<int32_t>::max(), 65535, 65535};
 constexpr int64_t kMaxOffset = int64_t{1} << 48;
+constexpr int64_t kMaxKeptBytes = int64_t{1} << 30;
 
 std::vector<std::string> SplitLines(std::string_view text) {
   std::vector<std::string> lines;
@@ -75,11 +76,22 @@ KernelSpec ReadKernel(Reader& reader, std::string_view cubins, std::string entry
   return kernel;
 }
 
+KeptSpec ReadKept(Reader& reader) {
+  KeptSpec kept;
+  kept.num_bytes = reader.Next("kept bytes", 4, kMaxKeptBytes);
+  if (kept.num_bytes % 4 != 0) {
+    reader.Refuse(Concat("keeps ", kept.num_bytes, " bytes, not a multiple of 4"));
+  }
+  kept.fill = reader.Next("kept fill", 0, std::numeric_limits<uint32_t>::max());
+  return kept;
+}
+
 Argument ReadArgument(Reader& reader, const ProgramSpec& program) {
   constexpr int64_t kMin32 = std::numeric_limits<int32_t>::min();
   constexpr int64_t kMax32 = std::numeric_limits<int32_t>::max();
+  int64_t max_offset = kMaxOffset;
   Argument argument;
-  argument.kind = static_cast<ArgumentKind>(reader.Next("argument kind", 0, 4));
+  argument.kind = static_cast<ArgumentKind>(reader.Next("argument kind", 0, 5));
   switch (argument.kind) {
     case ArgumentKind::kOperand:
       argument.value = reader.Next("operand", 0, int64_t(program.num_operands) - 1);
@@ -87,10 +99,14 @@ Argument ReadArgument(Reader& reader, const ProgramSpec& program) {
     case ArgumentKind::kResult:
       argument.value = reader.Next("result", 0, int64_t(program.num_results) - 1);
       break;
+    case ArgumentKind::kKept:
+      argument.value = reader.Next("kept memory", 0, int64_t(program.kept.size()) - 1);
+      max_offset = program.kept[argument.value].num_bytes;
+      break;
     default:
       argument.value = reader.Next("argument value", kMin32, kMax32);
   }
-  argument.offset = reader.Next("offset", 0, kMaxOffset);
+  argument.offset = reader.Next("offset", 0, max_offset);
   return argument;
 }
 
@@ -135,11 +151,16 @@ ProgramSpec ParseProgram(std::string_view name, std::string_view arch, std::stri
   std::vector<std::string> names = SplitLines(entries);
   int64_t num_kernels = reader.Next("kernels", names.size(), names.size());
   int64_t num_launches = reader.Next("launches", 1, num_words);
+  int64_t num_kept = reader.Next("kept memories", 0, kMaxBuffers);
   for (int64_t i = 0; i < num_kernels; ++i) {
     program.kernels.push_back(ReadKernel(reader, cubins, std::move(names[i])));
   }
+  for (int64_t i = 0; i < num_kept; ++i) program.kept.push_back(ReadKept(reader));
   for (int64_t i = 0; i < num_launches; ++i) {
     program.launches.push_back(ReadLaunch(reader, program));
+  }
+  if (num_kept > 0 && program.launches[0].overlaps_previous) {
+    reader.Refuse("keeps memory but starts with a launch that overlaps the one before");
   }
   reader.ExpectEnd();
   program.digest = Digest(0xcbf29ce484222325, name.data(), name.size());

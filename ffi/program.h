@@ -3,13 +3,14 @@
 // The writer is k3jax/runtime/serialize.py. A program has cubins (their bytes end to end), entry
 // names (one a kernel, separated by newlines) and a list of 64-bit words:
 //
-//   header    version, operands, results, kernels, launches
+//   header    version, operands, results, kernels, launches, kept memories
 //   kernel    first byte of its cubin, bytes, threads of a block, cluster x, y, z, shared bytes
+//   kept      bytes, the 32-bit word that fills it
 //   launch    kernel, grid x, y, z, overlaps the previous launch (0 or 1), arguments
 //   argument  kind, value, offset
 //
-// An argument's value is an operand's or result's index, a workspace's slot, an int32, or the bits
-// of a float32; `offset` is in bytes and zero for scalars.
+// An argument's value is an operand's, result's or kept memory's index, a workspace's slot, an
+// int32, or the bits of a float32; `offset` is in bytes and zero for scalars.
 
 #ifndef K3JAX_FFI_PROGRAM_H_
 #define K3JAX_FFI_PROGRAM_H_
@@ -22,7 +23,7 @@
 
 namespace k3jax {
 
-constexpr int64_t kProgramVersion = 1;
+constexpr int64_t kProgramVersion = 2;
 constexpr size_t kMaxArguments = 64;
 constexpr size_t kMaxBuffers = 64;
 
@@ -32,6 +33,7 @@ enum class ArgumentKind : int64_t {
   kInt32 = 2,
   kFloat32 = 3,
   kWorkspace = 4,
+  kKept = 5,
 };
 
 struct Argument {
@@ -48,6 +50,12 @@ struct KernelSpec {
   unsigned shared_bytes;
 };
 
+// Memory that one call keeps from run to run; KeptSpec in k3jax/runtime/program.py is the contract.
+struct KeptSpec {
+  size_t num_bytes;  // a multiple of 4
+  uint32_t fill;
+};
+
 struct LaunchSpec {
   size_t kernel;
   unsigned grid[3];
@@ -61,6 +69,7 @@ struct ProgramSpec {
   size_t num_operands = 0;
   size_t num_results = 0;
   std::vector<KernelSpec> kernels;
+  std::vector<KeptSpec> kept;
   std::vector<LaunchSpec> launches;
   uint64_t digest = 0;  // of name, architecture, entries and words
 };

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <mutex>
 
@@ -26,6 +27,11 @@ struct KernelOpaque {
 struct FunctionOpaque {
   const KernelOpaque* kernel;
   int device;
+};
+
+// A fill waits, as on a device that is busy, until someone waits for its stream.
+struct StreamOpaque {
+  std::vector<std::function<void()>> fills;
 };
 
 struct LibraryOpaque {
@@ -121,9 +127,10 @@ Result cuCtxGetCurrent(Context* context) {
 }
 
 Result cuCtxPushCurrent_v2(Context context) {
+  if (Result failure = Called("cuCtxPushCurrent")) return failure;
   context_stack.push_back(context);
   fake.context_depth = context_stack.size();
-  return Called("cuCtxPushCurrent");
+  return 0;
 }
 
 Result cuCtxPopCurrent_v2(Context* context) {
@@ -135,12 +142,43 @@ Result cuCtxPopCurrent_v2(Context* context) {
 
 Result cuCtxSynchronize() { return Called("cuCtxSynchronize"); }
 
+Result cuStreamCreate(Stream* stream, unsigned) {
+  *stream = new StreamOpaque;
+  return Called("cuStreamCreate");
+}
+
+Result cuStreamSynchronize(Stream stream) {
+  for (const auto& fill : stream->fills) fill();
+  stream->fills.clear();
+  return Called("cuStreamSynchronize");
+}
+
+Result cuStreamDestroy_v2(Stream stream) {
+  delete stream;
+  return Called("cuStreamDestroy");
+}
+
 Result cuCtxEnablePeerAccess(Context, unsigned) { return Called("cuCtxEnablePeerAccess"); }
 
-// Device memory is the host's; it is never freed, as a workspace's is not.
+// Device memory is the host's.
 Result cuMemAlloc_v2(uint64_t* address, size_t num_bytes) {
+  if (Result failure = Called("cuMemAlloc")) return failure;
+  if (context_stack.empty()) return 201;
   *address = reinterpret_cast<uint64_t>(std::malloc(num_bytes));
-  return Called("cuMemAlloc");
+  std::lock_guard<std::mutex> lock(mutex);
+  fake.allocations[*address] = context_stack.back()->device;
+  return 0;
+}
+
+Result cuMemFree_v2(uint64_t address) {
+  if (Result failure = Called("cuMemFree")) return failure;
+  std::lock_guard<std::mutex> lock(mutex);
+  auto found = fake.allocations.find(address);
+  if (found == fake.allocations.end()) return 1;
+  if (context_stack.empty() || context_stack.back()->device != found->second) return 201;
+  fake.allocations.erase(found);
+  std::free(reinterpret_cast<void*>(address));
+  return 0;
 }
 
 Result cuMemHostAlloc(void** memory, size_t num_bytes, unsigned) {
@@ -167,6 +205,12 @@ Result cuIpcOpenMemHandle_v2(uint64_t* address, IpcHandle handle, unsigned) {
 Result cuMemsetD32_v2(uint64_t address, unsigned word, size_t count) {
   std::fill_n(reinterpret_cast<unsigned*>(address), count, word);
   return Called("cuMemsetD32");
+}
+
+Result cuMemsetD32Async(uint64_t address, unsigned word, size_t count, Stream stream) {
+  stream->fills.push_back(
+      [=] { std::fill_n(reinterpret_cast<unsigned*>(address), count, word); });
+  return Called("cuMemsetD32Async");
 }
 
 Result cuMemcpyHtoD_v2(uint64_t target, const void* source, size_t num_bytes) {
@@ -248,7 +292,11 @@ Result cuLaunchKernelEx(const LaunchConfig* config, Function function, void** pa
     std::memcpy(&bits, parameters[i], sizeof(bits));
     launch.arguments.push_back(bits);
   }
-  fake.launches.push_back(launch);
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    fake.launches.push_back(launch);
+  }
+  if (fake.after_launch) fake.after_launch();
   return 0;
 }
 

@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -35,7 +36,9 @@ struct FakeCuda {
   std::map<std::string, int> failures;      // driver function to the error it shall return
   std::map<std::string, int> shared_limit;  // by entry: dynamic shared memory allowed
   std::map<std::string, int> non_portable;  // by entry
+  std::map<uint64_t, int> allocations;      // device memory in use, by address: its device
   std::vector<int> active_devices;          // whose primary contexts exist
+  std::function<void()> after_launch;       // called after each launch, if set
   bool all_peers = false;                   // else only device 0 can address its peer
   std::atomic<int> context_depth{0};        // pushes less pops of the thread that last did either
 };

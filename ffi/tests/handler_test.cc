@@ -19,6 +19,7 @@ XLA_FFI_Error* k3jax_launch_instantiate(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* k3jax_launch_initialize(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* k3jax_launch_execute(XLA_FFI_CallFrame* frame);
 void* k3jax_program_state_id();
+void* k3jax_program_state_info();
 }
 
 struct XLA_FFI_Error {
@@ -71,6 +72,13 @@ class Call {
  public:
   Call(std::string cubins, std::vector<int64_t> words)
       : cubins_(std::move(cubins)), words_(std::move(words)) {}
+
+  // What unloading the executable does.
+  ~Call() {
+    if (context_.state == nullptr) return;
+    static_cast<const XLA_FFI_TypeInfo*>(k3jax_program_state_info())->deleter(context_.state);
+  }
+  Call(const Call&) = delete;
 
   // The message of the error, or "".
   std::string Instantiate() {
@@ -139,7 +147,7 @@ class Call {
 // One launch: (operand 0 + 8, result 0, 7).
 // clang-format off
 std::vector<int64_t> Words(int64_t cubin_bytes) {
-  return {1, 1, 1, 1, 1,                    // version, operands, results, kernels, launches
+  return {2, 1, 1, 1, 1, 0,                 // version, operands, results, kernels, launches, kept
           0, cubin_bytes, 128, 1, 1, 1, 0,  // kernel
           0, 3, 1, 1, 0, 3, 0, 0, 8, 1, 0, 0, 2, 7, 0};
 }
@@ -185,8 +193,45 @@ TEST(EveryRunAsksTheWorkspaceFirst) {
   CHECK((runs == std::vector<int64_t>{42, 44}));
 }
 
+// One launch: (kept memory 0 + 4, result 0, 7).
+std::vector<int64_t> KeepingWords(int64_t cubin_bytes) {
+  std::vector<int64_t> words = Words(cubin_bytes);
+  words[5] = 1;
+  words.insert(words.begin() + 13, {8, 0xabcdef01});
+  words[words.size() - 9] = 5;  // operand 0 becomes kept memory 0
+  words[words.size() - 7] = 4;
+  return words;
+}
+
+uint64_t KeptAddress() { return fake->launches.back().arguments[0] - 4; }
+
+TEST(CallsShareNoKeptMemory) {
+  // Equal in every word and byte, as two calls of one executable may be, or one executable loaded
+  // twice.
+  auto one = std::make_unique<Call>("\177ELFone:3;", KeepingWords(10));
+  auto other = std::make_unique<Call>("\177ELFone:3;", KeepingWords(10));
+  uint64_t addresses[2];
+  for (int i = 0; i < 2; ++i) {
+    Call& call = i ? *other : *one;
+    CHECK(call.Instantiate() == "");
+    CHECK(fake->allocations.size() == size_t(i));  // compiling needs no device
+    for (int run = 0; run < 3; ++run) {
+      CHECK(call.Initialize(run) == "");
+      CHECK(call.Execute({Address(0x1000)}, {Address(0x2000)}) == "");
+      if (run == 0) addresses[i] = KeptAddress();
+      CHECK(KeptAddress() == addresses[i]);
+    }
+  }
+  CHECK(addresses[0] != addresses[1]);
+  CHECK(fake->allocations.size() == 2);
+  one.reset();
+  CHECK(fake->allocations.size() == 1 && fake->allocations.count(addresses[1]) == 1);
+  other.reset();
+  CHECK(fake->allocations.empty());
+}
+
 TEST(ErrorsBecomeXlaErrors) {
-  Call garbled("\177ELFone:3;", {1, 2});
+  Call garbled("\177ELFone:3;", {2, 2});
   CHECK(Holds(garbled.Instantiate(), "k3jax: k3jax program 'sample' ends before its results"));
 
   Call call("\177ELFone:3;", Words(10));

@@ -3,7 +3,10 @@
 
 #include "../launch.h"
 
+#include <chrono>
 #include <cstdint>
+#include <future>
+#include <memory>
 #include <string>
 #include <thread>
 #include <utility>
@@ -177,6 +180,99 @@ TEST(WorkspacesAreFoundPerDeviceAndNeverMove) {
   program.Launch(0, kStream, MakeBuffers());
   CHECK(fake->launches.back().arguments[0] == 0xabc040);
   CHECK_THROWS(WorkspaceAddress(1, 5), "no workspace 5 on device 1");
+}
+
+// Two launches whose first argument is kept memory 1, 8 bytes in.
+ProgramSpec MakeKeeping(const std::string& entry, std::string_view cubin) {
+  ProgramSpec spec = MakeProgram(entry, cubin);
+  spec.kept = {{64, 1}, {32, 0xfffffff0}};
+  for (LaunchSpec& launch : spec.launches) launch.arguments[0] = {ArgumentKind::kKept, 1, 8};
+  return spec;
+}
+
+uint64_t KeptAddress(const LoadedProgram& program, int device) {
+  program.Launch(device, kStream, MakeBuffers());
+  return fake->launches.back().arguments[0] - 8;
+}
+
+TEST(KeptMemoryIsFilledOnceADeviceAndFreed) {
+  auto before = fake->calls;
+  {
+    LoadedProgram program(MakeKeeping("keeping", "\177ELFkeeping:4;"));
+    CHECK(fake->allocations.empty());
+    for (int round = 0; round < 2; ++round) program.Load(0);
+    program.Load(1);
+    CHECK(fake->allocations.size() == 4);
+    uint64_t addresses[2] = {KeptAddress(program, 0), KeptAddress(program, 1)};
+    CHECK(addresses[0] != addresses[1]);
+    for (int device = 0; device < 2; ++device) {
+      CHECK(fake->allocations.at(addresses[device]) == device);
+      auto* words = reinterpret_cast<uint32_t*>(addresses[device]);
+      for (int i = 0; i < 8; ++i) CHECK(words[i] == 0xfffffff0);
+      words[3] = 5;
+      program.Load(device);
+      CHECK(KeptAddress(program, device) == addresses[device] && words[3] == 5);
+    }
+    CHECK(fake->context_depth == 0);
+  }
+  CHECK(fake->allocations.empty());
+  auto calls = [&before](const char* name) { return fake->calls[name] - before[name]; };
+  CHECK(calls("cuMemAlloc") == 4 && calls("cuMemFree") == 4);
+  CHECK(calls("cuStreamCreate") == 4 && calls("cuStreamDestroy") == 4);
+  CHECK(fake->context_depth == 0);
+}
+
+TEST(FailingToKeepMemoryLeavesNothingBehind) {
+  LoadedProgram program(MakeKeeping("keeping", "\177ELFkeeping:4;"));
+  fake->failures["cuMemAlloc"] = 2;
+  CHECK_THROWS(program.Load(0), "allocating 64 bytes that program 'sample' on device 0 keeps",
+               "XLA_PYTHON_CLIENT_MEM_FRACTION");
+  fake->failures = {{"cuMemAlloc", 700}};
+  CHECK_THROWS(program.Load(0), "allocating 64 bytes", "700");
+  for (const char* call : {"cuStreamCreate", "cuMemsetD32Async", "cuStreamSynchronize"}) {
+    fake->failures = {{call, 719}};
+    CHECK_THROWS(program.Load(0), "kept memory", "719");
+    CHECK(fake->allocations.empty() && fake->context_depth == 0);
+  }
+  fake->failures.clear();
+  CHECK_THROWS(program.Launch(0, kStream, MakeBuffers()), "not loaded on device 0");
+  program.Load(0);
+  CHECK(fake->allocations.size() == 2);
+}
+
+TEST(KeptMemoryOutlivesItsContextWithoutHarm) {
+  for (const char* call : {"cuCtxPushCurrent", "cuMemFree"}) {
+    auto program =
+        std::make_unique<LoadedProgram>(MakeKeeping("keeping", "\177ELFkeeping:4;"));
+    program->Load(0);
+    fake->failures[call] = 4;  // the driver is shutting down
+    program.reset();
+    fake->failures.clear();
+    fake->allocations.clear();
+    CHECK(fake->context_depth == 0);
+  }
+}
+
+TEST(RunsWithKeptMemoryAreIssuedWhole) {
+  fake->launches.clear();
+  LoadedProgram program(MakeKeeping("keeping", "\177ELFkeeping:4;"));
+  program.Load(0);
+  std::promise<void> started;
+  fake->after_launch = [&started, first = true]() mutable {
+    if (!std::exchange(first, false)) return;
+    started.set_value();
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));  // time to get in between
+  };
+  std::thread other([&] {
+    started.get_future().wait();
+    program.Launch(0, reinterpret_cast<cuda::Stream>(1), MakeBuffers());
+  });
+  program.Launch(0, kStream, MakeBuffers());
+  other.join();
+  fake->after_launch = nullptr;
+  CHECK(fake->launches.size() == 4);
+  CHECK(fake->launches[0].stream == kStream && fake->launches[1].stream == kStream);
+  CHECK(fake->launches[2].stream != kStream && fake->launches[3].stream != kStream);
 }
 
 }  // namespace

@@ -14,16 +14,17 @@ namespace {
 
 const std::string kCubins = "\177ELFone:2;\177ELFtwo:0;";
 
-// Two kernels, three launches; every field differs from its neighbours.
+// Two kernels, two kept memories, three launches; every field differs from its neighbours.
 // clang-format off
 std::vector<int64_t> Words() {
   return {
-      1, 2, 1, 2, 3,                              // version, operands, results, kernels, launches
+      2, 2, 1, 2, 3, 2,                           // header: 2 operands, 1 result, 2 kernels, ...
       0, 10, 128, 2, 1, 1, 4096,                  // kernel one
       10, 10, 256, 1, 1, 1, 0,                    // kernel two
+      512, 7, 2048, 4294967295,                   // kept memories: bytes and fill
       0, 4, 1, 1, 0, 2, 0, 1, 64, 1, 0, 32,       // operand 1 + 64, result 0 + 32
       1, 7, 2, 3, 1, 3, 2, -5, 0, 3, 1065353216, 0, 4, 3, 16,  // int32, float32, workspace 3 + 16
-      1, 1, 1, 1, 0, 0,                           // no arguments
+      1, 1, 1, 1, 0, 1, 5, 1, 2048,               // the end of kept memory 1
   };
 }
 // clang-format on
@@ -50,6 +51,11 @@ TEST(ReadsEveryField) {
   CHECK(second.arguments[1].kind == ArgumentKind::kFloat32);
   CHECK(second.arguments[2].kind == ArgumentKind::kWorkspace);
   CHECK(second.arguments[2].value == 3 && second.arguments[2].offset == 16);
+  CHECK(program.kept.size() == 2);
+  CHECK(program.kept[0].num_bytes == 512 && program.kept[0].fill == 7);
+  CHECK(program.kept[1].num_bytes == 2048 && program.kept[1].fill == 0xffffffff);
+  const Argument& kept = program.launches[2].arguments[0];
+  CHECK(kept.kind == ArgumentKind::kKept && kept.value == 1 && kept.offset == 2048);
 }
 
 TEST(RefusesEachWordOutOfRange) {
@@ -59,12 +65,34 @@ TEST(RefusesEachWordOutOfRange) {
     const char* message;
   };
   const Bad bad[] = {
-      {0, 2, "format version 2"}, {1, 65, "operands 65"},      {3, 1, "kernels 1"},
-      {4, 0, "launches 0"},       {5, -1, "first cubin byte"}, {6, 1000, "cubin bytes 1000"},
-      {7, 1025, "threads 1025"},  {8, 17, "cluster 17"},       {19, 2, "kernel 2"},
-      {20, 5, "not a multiple"},  {21, 65536, "grid 65536"},   {23, 2, "overlap flag 2"},
-      {24, 65, "arguments 65"},   {25, 5, "argument kind 5"},  {26, 2, "operand 2"},
-      {27, -1, "offset -1"},      {29, 1, "result 1"},         {38, 1LL << 31, "argument value"},
+      {0, 1, "format version 1"},
+      {1, 65, "operands 65"},
+      {3, 1, "kernels 1"},
+      {4, 0, "launches 0"},
+      {5, 65, "kept memories 65"},
+      {6, -1, "first cubin byte"},
+      {7, 1000, "cubin bytes 1000"},
+      {8, 1025, "threads 1025"},
+      {9, 17, "cluster 17"},
+      {20, 0, "kept bytes 0"},
+      {20, (1LL << 30) + 4, "kept bytes 1073741828"},
+      {20, 510, "keeps 510 bytes, not a multiple of 4"},
+      {21, -1, "kept fill -1"},
+      {23, 1LL << 32, "kept fill 4294967296"},
+      {24, 2, "kernel 2"},
+      {25, 5, "not a multiple"},
+      {26, 65536, "grid 65536"},
+      {28, 1, "keeps memory but starts with a launch that overlaps the one before"},
+      {28, 2, "overlap flag 2"},
+      {29, 65, "arguments 65"},
+      {30, 6, "argument kind 6"},
+      {31, 2, "operand 2"},
+      {32, -1, "offset -1"},
+      {34, 1, "result 1"},
+      {43, 1LL << 31, "argument value"},
+      {58, 2, "kept memory 2"},
+      {58, -1, "kept memory -1"},
+      {59, 2049, "offset 2049"},
   };
   for (const Bad& change : bad) {
     std::vector<int64_t> words = Words();

@@ -19,6 +19,8 @@ import numpy as np
 
 ParameterType = Literal["address", "int32", "float32"]
 
+MAX_KEPT_BYTES = 1 << 30
+
 
 class Kernel:
     """Base of all kernels: subclass it as a frozen dataclass whose fields are compile-time facts.
@@ -77,7 +79,16 @@ class Workspace:
     offset: int = 0
 
 
-Argument = Operand | Result | Workspace | int | float
+@dataclass(frozen=True)
+class Kept:
+    """The device address of the program's kept memory `index`, `offset` bytes in."""
+
+    index: int
+    offset: int = 0
+
+
+Argument = Operand | Result | Workspace | Kept | int | float
+ADDRESSES = (Operand, Result, Workspace, Kept)
 
 
 @dataclass(frozen=True)
@@ -107,7 +118,7 @@ class Launch:
                 f"got {len(self.arguments)}"
             )
         for (name, kind), value in zip(self.kernel.parameters, self.arguments, strict=True):
-            wanted = {"address": (Operand, Result, Workspace), "int32": int, "float32": float}[kind]
+            wanted = {"address": ADDRESSES, "int32": int, "float32": float}[kind]
             if not isinstance(value, wanted):
                 raise TypeError(
                     f"{type(self.kernel).__name__}: parameter {name!r} is {kind}, got {value!r}"
@@ -128,6 +139,45 @@ class ArraySpec:
 
 
 @dataclass(frozen=True)
+class KeptSpec:
+    """Device memory that a custom call keeps from one of its runs to the next.
+
+    It belongs to one call site of one loaded executable on one device, and to nothing else: XLA
+    never touches it, and other calls of the same program, other executables and other devices have
+    memory of their own. It is filled before the first run and freed with the executable. Its
+    address never changes, so a run replayed as a CUDA graph meets it too.
+
+    Runs of a call on one device never overlap, so a kernel may leave there what the next run
+    starts from: XLA puts all runs on the device's one compute stream, and whoever issues the
+    launches of a run, from whatever thread, issues all of them before another run's first. The
+    first launch of such a program therefore may not overlap the previous one. Between launches of
+    one run the rules are those of any memory: an overlapping launch waits with
+    `griddepcontrol.wait` for what the launch before it writes.
+
+    A call in a loop meets its own memory in every round; where XLA copies a call, as it does when
+    it unrolls a loop, each copy has its own. XLA may also drop a call, run it once for several
+    equal ones or hoist it from a loop, unless it has a side effect: so what is kept must not show
+    in the results of a call without one. A run that fails leaves it as it is.
+
+    Attributes:
+        num_bytes: how much; a multiple of 4, at most `MAX_KEPT_BYTES`.
+        fill: the 32-bit word, unsigned, that fills it before the first run.
+    """
+
+    num_bytes: int
+    fill: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks that whole words fill it."""
+        if not 0 < self.num_bytes <= MAX_KEPT_BYTES or self.num_bytes % 4:
+            raise ValueError(
+                f"{self}: num_bytes must be a multiple of 4, more than 0, up to {MAX_KEPT_BYTES}"
+            )
+        if not 0 <= self.fill < 1 << 32:
+            raise ValueError(f"{self}: fill must be an unsigned 32-bit word")
+
+
+@dataclass(frozen=True)
 class Program:
     """One custom call.
 
@@ -137,6 +187,7 @@ class Program:
         operands: what the call reads.
         results: what the call writes, scratch last. Results start with undefined contents.
         num_scratch: how many trailing results are scratch, dropped by the caller.
+        kept: memory that outlives the call's runs.
     """
 
     name: str
@@ -144,14 +195,21 @@ class Program:
     operands: tuple[ArraySpec, ...]
     results: tuple[ArraySpec, ...]
     num_scratch: int = 0
+    kept: tuple[KeptSpec, ...] = ()
 
     def __post_init__(self) -> None:
-        """Checks that every address lies inside its array."""
+        """Checks that addresses lie inside their memory and that runs with state do not overlap."""
+        places = {Operand: self.operands, Result: self.results, Kept: self.kept}
         for launch in self.launches:
             for value in launch.arguments:
-                if isinstance(value, Operand | Result):
-                    arrays = self.operands if isinstance(value, Operand) else self.results
-                    if not 0 <= value.index < len(arrays):
-                        raise ValueError(f"{self.name}: {value} but there are {len(arrays)} arrays")
-                    if not 0 <= value.offset <= arrays[value.index].num_bytes:
-                        raise ValueError(f"{self.name}: {value} lies outside {arrays[value.index]}")
+                if isinstance(value, Operand | Result | Kept):
+                    known = places[type(value)]
+                    if not 0 <= value.index < len(known):
+                        raise ValueError(f"{self.name}: {value} but there are {len(known)}")
+                    if not 0 <= value.offset <= known[value.index].num_bytes:
+                        raise ValueError(f"{self.name}: {value} lies outside {known[value.index]}")
+        if self.kept and self.launches[0].overlaps_previous:
+            raise ValueError(
+                f"{self.name}: its first launch overlaps what runs before it, which may be its own "
+                "previous run, so it cannot keep memory; launch it with overlaps_previous=False"
+            )

@@ -5,10 +5,19 @@ import struct
 import numpy as np
 
 from k3jax.runtime.compile import CompiledKernel
-from k3jax.runtime.program import Argument, Kernel, Launch, Operand, Program, Result, Workspace
+from k3jax.runtime.program import (
+    Argument,
+    Kept,
+    Kernel,
+    Launch,
+    Operand,
+    Program,
+    Result,
+    Workspace,
+)
 
-FORMAT_VERSION = 1
-OPERAND, RESULT, INT32, FLOAT32, WORKSPACE = range(5)
+FORMAT_VERSION = 2
+OPERAND, RESULT, INT32, FLOAT32, WORKSPACE, KEPT = range(6)
 
 Attributes = dict[str, str | bytes | np.ndarray]
 
@@ -33,12 +42,15 @@ def serialize_program(program: Program, compiled: dict[Kernel, CompiledKernel]) 
         len(program.results),
         len(kernels),
         len(program.launches),
+        len(program.kept),
     ]
     cubins = b""
     for kernel in kernels:
         cubin = compiled[kernel].cubin
         words += [len(cubins), len(cubin), kernel.threads, *kernel.cluster, kernel.shared_bytes]
         cubins += cubin
+    for kept in program.kept:
+        words += [kept.num_bytes, kept.fill]
     for launch in program.launches:
         words += _launch_words(launch, kernels.index(launch.kernel))
     return {
@@ -64,6 +76,8 @@ def _argument_words(value: Argument) -> tuple[int, int, int]:
         return RESULT, value.index, value.offset
     if isinstance(value, Workspace):
         return WORKSPACE, value.slot, value.offset
+    if isinstance(value, Kept):
+        return KEPT, value.index, value.offset
     if isinstance(value, int):
         return INT32, value, 0
     return FLOAT32, struct.unpack("<i", struct.pack("<f", value))[0], 0

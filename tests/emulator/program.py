@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from k3jax.runtime.compile import compile_kernel
-from k3jax.runtime.program import Launch, Operand, Program, Result, Workspace
+from k3jax.runtime.program import Kept, KeptSpec, Launch, Operand, Program, Result, Workspace
 
 from .device import Device, LaunchSpec
 from .errors import LaunchError
@@ -36,12 +36,14 @@ class Emulation:
         results: every result of the program, scratch included.
         written: for each result, which of its elements were written in full.
         operands: the operands afterwards (only mutable ones can differ).
+        kept: the words of the program's kept memories afterwards, where its next run starts.
         device: counters and clocks.
     """
 
     results: list[np.ndarray]
     written: list[np.ndarray]
     operands: list[np.ndarray]
+    kept: list[np.ndarray]
     device: Device = field(repr=False)
 
 
@@ -68,6 +70,7 @@ def run_program(
     operands: Sequence[np.ndarray],
     arch: str = "sm_90a",
     mutable: Sequence[int] = (),
+    kept: Sequence[np.ndarray] | None = None,
     **options,
 ) -> Emulation:
     """Runs a program.
@@ -77,9 +80,11 @@ def run_program(
         operands: one array for each of `program.operands`.
         arch: architecture to compile the kernels for.
         mutable: operands that kernels may write.
+        kept: what the run before left there (`Emulation.kept`), or None for the first run.
         options: see `Device`.
     """
-    return run_programs([program], [operands], arch, mutable, **options)[0]
+    before = None if kept is None else [kept]
+    return run_programs([program], [operands], arch, mutable, kept=before, **options)[0]
 
 
 def run_programs(
@@ -89,6 +94,7 @@ def run_programs(
     mutable: Sequence[int] = (),
     memory: GlobalMemory | None = None,
     workspaces: Sequence[Mapping[int, int]] | None = None,
+    kept: Sequence[Sequence[np.ndarray]] | None = None,
     **options,
 ) -> list[Emulation]:
     """Runs one program a rank, all at the same time on one memory.
@@ -100,16 +106,18 @@ def run_programs(
         mutable: operands that kernels may write.
         memory: global memory that may already hold arrays, such as workspaces.
         workspaces: for each rank, the address of each workspace slot.
+        kept: for each rank, what the run before left there, or None for the first run.
         options: see `Device`.
     """
     memory = memory or GlobalMemory()
     specs, places = [], []
     for rank, (program, arrays) in enumerate(zip(programs, operands, strict=True)):
-        place = _allocate(memory, program, arrays, mutable)
+        before = kept[rank] if kept else [_filled(spec) for spec in program.kept]
+        place = _allocate(memory, program, arrays, mutable, before)
         places.append(place)
         for number, launch in enumerate(program.launches):
             slots = workspaces[rank] if workspaces else {}
-            specs.append(_spec(launch, arch, (*place, slots), rank, number))
+            specs.append(_spec(launch, arch, place, slots, rank, number))
     device = Device(memory, **options)
     device.run(specs)
     return [
@@ -118,8 +126,12 @@ def run_programs(
     ]
 
 
-def _allocate(memory, program: Program, arrays, mutable):
-    """Addresses of a program's operands and results."""
+def _filled(spec: KeptSpec) -> np.ndarray:
+    return np.full(spec.num_bytes // 4, spec.fill, np.uint32)
+
+
+def _allocate(memory, program: Program, arrays, mutable, kept) -> dict[type, list[int]]:
+    """Addresses of a program's operands, results and kept memories."""
     if len(arrays) != len(program.operands):
         raise LaunchError(
             f"{program.name} takes {len(program.operands)} operands, not {len(arrays)}"
@@ -135,22 +147,24 @@ def _allocate(memory, program: Program, arrays, mutable):
     results = [
         memory.allocate(f"result {i}", spec.num_bytes) for i, spec in enumerate(program.results)
     ]
-    return operand_addresses, results
+    keeps = []
+    for i, (words, spec) in enumerate(zip(kept, program.kept, strict=True)):
+        if words.nbytes != spec.num_bytes:
+            raise LaunchError(f"{program.name}: {words.nbytes} bytes for kept memory {i}, {spec}")
+        keeps.append(memory.allocate(f"kept memory {i}", words))
+    return {Operand: operand_addresses, Result: results, Kept: keeps}
 
 
-def _spec(launch: Launch, arch: str, place, rank: int, number: int) -> LaunchSpec:
+def _spec(launch: Launch, arch: str, place, workspaces, rank: int, number: int) -> LaunchSpec:
     kernel = launch.kernel
     compiled = compile_kernel(kernel, arch)
     code = load(compiled.ptx, compiled.entry)
     if code.module.target != arch:
         raise LaunchError(f"the PTX of {code.entry.name} is for {code.module.target}, not {arch}")
-    operands, results, workspaces = place
     values = []
     for value in launch.arguments:
-        if isinstance(value, Operand):
-            value = operands[value.index] + value.offset
-        elif isinstance(value, Result):
-            value = results[value.index] + value.offset
+        if isinstance(value, Operand | Result | Kept):
+            value = place[type(value)][value.index] + value.offset
         elif isinstance(value, Workspace):
             if value.slot not in workspaces:
                 raise LaunchError(f"the program needs workspace {value.slot}, which has no address")
@@ -204,16 +218,20 @@ def _encode(kind: str, num_bytes: int, value) -> bytes:
 
 def _collect(memory, program: Program, place, device) -> Emulation:
     results, written = [], []
-    for address, spec in zip(place[1], program.results, strict=True):
+    for address, spec in zip(place[Result], program.results, strict=True):
         data, state = memory.contents(address, spec.num_bytes)
         results.append(data.view(spec.dtype).reshape(spec.shape))
         whole = state.reshape(-1, max(spec.dtype.itemsize, 1)).all(axis=1)
         written.append(whole.reshape(spec.shape))
     operands = [
         memory.contents(address, spec.num_bytes)[0].view(spec.dtype).reshape(spec.shape)
-        for address, spec in zip(place[0], program.operands, strict=True)
+        for address, spec in zip(place[Operand], program.operands, strict=True)
     ]
-    return Emulation(results, written, operands, device)
+    kept = [
+        memory.contents(address, spec.num_bytes)[0].view(np.uint32)
+        for address, spec in zip(place[Kept], program.kept, strict=True)
+    ]
+    return Emulation(results, written, operands, kept, device)
 
 
 def run_kernel(

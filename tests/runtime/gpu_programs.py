@@ -18,11 +18,13 @@ from k3jax.export import export_function
 from k3jax.runtime.ffi import call_program
 from k3jax.runtime.program import ArraySpec, Launch, Operand, Program, Result, Workspace
 from k3jax.runtime.target import Target
-from tests.runtime.toy import Scale, chain_program, scale_program
+from tests.runtime.toy import Scale, chain_program, scale_program, tally_program
 
 COUNT = 1000
 LONG = 1 << 22
 LINKS = 20
+FILL = 7
+ROUNDS = 6
 
 
 def on(target: str, program: Program):
@@ -56,6 +58,22 @@ def workspace_program() -> Program:
     return Program("mailbox", (launch,), (spec,), (spec,))
 
 
+def tally(x):
+    """x + FILL + how often this call ran before."""
+    program = tally_program(COUNT, FILL)
+    return call_program(program, x, target=Target.named("h200"), has_side_effect=True)[0]
+
+
+def tallies(x):
+    """Two calls alike, and one in a loop: [ROUNDS + 2, COUNT]."""
+
+    def step(carry, _):
+        return carry, tally(carry)
+
+    apart = jnp.stack([tally(x), tally(x)])
+    return jnp.concatenate([apart, jax.lax.scan(step, x, length=ROUNDS)[1]])
+
+
 PROGRAMS = {
     "scale": (on("h200", scale_program(COUNT, 2.0)), COUNT),
     "layers": (layers, COUNT),
@@ -70,6 +88,8 @@ PROGRAMS = {
         on("h200", scale_program(COUNT, 2.0, Scale(shared_bytes=240_000))),
         COUNT,
     ),
+    "tally": (tally, COUNT),
+    "tallies": (tallies, COUNT),
     "no_workspace": (on("h200", workspace_program()), COUNT),
     "other_arch": (on("b200", scale_program(COUNT, 2.0)), COUNT),
 }

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 from k3jax.runtime import ffi
 from k3jax.runtime.ffi import call_program, platform_choice
 from k3jax.runtime.target import Target
-from tests.device_free import compile_apart, gpu_mesh
+from tests.device_free import compile_apart, gpu_mesh, instructions
+from tests.runtime.gpu_programs import COUNT, ROUNDS, tallies
 from tests.runtime.toy import chain_program
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the CUDA plugin (no CUDA libraries)")
@@ -43,6 +44,13 @@ def lower_layers(kind: str, num_devices: int):
     return jax.jit(function).lower(x, weights)
 
 
+def lower_tallies(kind: str):
+    """Two calls alike and one in a loop, of a program that keeps memory."""
+    mesh = gpu_mesh(kind, 1)
+    x = jax.ShapeDtypeStruct((COUNT,), jnp.float32, sharding=NamedSharding(mesh, P()))
+    return jax.jit(tallies).lower(x)
+
+
 def lower_unregistered(kind: str):
     """The same in a process that never told XLA about our handlers."""
     ffi.register = lambda: None
@@ -72,6 +80,13 @@ def test_our_calls_share_one_command_buffer(kind, num_devices, tmp_path):
     assert "all-gather" not in report.hlo
     weight_bytes = 4 * WIDTH * WIDTH
     assert report.temp_bytes < 2 * weight_bytes
+
+
+def test_calls_that_keep_memory_are_neither_merged_nor_unrolled(tmp_path):
+    report = compile_apart(lower_tallies, tmp_path, "h200")
+    assert report.hlo.count('custom_call_target="k3jax_launch"') == 3
+    (loop,) = instructions(report.hlo, "while")
+    assert f'"known_trip_count":{{"n":"{ROUNDS}"}}' in loop
 
 
 def test_missing_handler_is_an_error_that_names_it(tmp_path):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -14,7 +15,11 @@ from k3jax.runtime.target import TARGETS, Target
 
 pytestmark = pytest.mark.gpu
 
-LINKS = 20  # of tests.runtime.gpu_programs, which cannot be imported without the DSL
+LINKS, FILL, ROUNDS = (
+    20,
+    7,
+    6,
+)  # of tests.runtime.gpu_programs, which cannot be imported without the DSL
 
 
 @pytest.fixture
@@ -77,6 +82,44 @@ def test_each_launch_sees_what_the_one_before_wrote(program, name, run):
         for _ in range(LINKS):
             wanted = wanted + np.float32(1.0)
         np.testing.assert_array_equal(step(x), wanted)
+
+
+def draw_whole(count: int) -> np.ndarray:
+    return np.random.default_rng().integers(-1000, 1000, count).astype(np.float32)
+
+
+@pytest.mark.parametrize("run", [captured, not_captured])
+def test_kept_memory_is_found_as_the_last_run_left_it(program, run):
+    first, second = (run(program("tally")) for _ in range(2))
+    for runs in range(8):
+        x = draw_whole(1000)
+        np.testing.assert_array_equal(first(x), x + FILL + runs)
+    x = draw_whole(1000)
+    np.testing.assert_array_equal(second(x), x + FILL)  # an executable of its own
+    np.testing.assert_array_equal(first(x), x + FILL + 8)
+
+
+@pytest.mark.parametrize("run", [captured, not_captured])
+def test_calls_and_rounds_of_a_loop_keep_apart(program, run):
+    step = run(program("tallies"))
+    for runs in range(5):
+        x = draw_whole(1000)
+        before = [runs, runs, *(ROUNDS * runs + i for i in range(ROUNDS))]
+        np.testing.assert_array_equal(step(x), [x + FILL + n for n in before])
+
+
+@pytest.mark.parametrize("run", [captured, not_captured])
+def test_runs_from_several_threads_are_ordered(program, run):
+    step, x = run(program("tally")), jax.device_put(draw_whole(1000))
+    step(x).block_until_ready()
+
+    def many(_):
+        return [step(x) for _ in range(100)]
+
+    with ThreadPoolExecutor(4) as threads:
+        results = [np.asarray(y) - np.asarray(x) for ys in threads.map(many, range(4)) for y in ys]
+    assert all((y == y[0]).all() for y in results)
+    assert sorted(int(y[0]) - FILL for y in results) == list(range(1, 401))
 
 
 @pytest.mark.parametrize(("name", "count"), [("large_shared", 1000), ("wide_cluster", 1 << 22)])

@@ -6,9 +6,18 @@ from typing import ClassVar
 import cutlass
 import cutlass.cute as cute
 import numpy as np
-from cutlass import Float32, Int64
+from cutlass import Float32, Int64, Uint32
 
-from k3jax.runtime.program import ArraySpec, Kernel, Launch, Operand, Program, Result
+from k3jax.runtime.program import (
+    ArraySpec,
+    Kept,
+    KeptSpec,
+    Kernel,
+    Launch,
+    Operand,
+    Program,
+    Result,
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,61 @@ class Spilling(Kernel):
         )
 
 
+@dataclass(frozen=True)
+class AddTally(Kernel):
+    """y[i] = x[i] + the tally, a word, for i < count."""
+
+    threads: int = 128
+
+    parameters: ClassVar = (
+        ("x", "address"),
+        ("y", "address"),
+        ("tally", "address"),
+        ("count", "int32"),
+    )
+
+    @cute.kernel
+    def device(self, x: Int64, y: Int64, tally: Int64, count: cutlass.Int32):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        i = block * self.threads + thread
+        if i < count:
+            value = cute.arch.inline_ptx(
+                "ld.global.f32 {$w0}, [{$r0}];",
+                write_only_types=[Float32],
+                read_only_args=[x + Int64(i) * 4],
+            )
+            runs = cute.arch.inline_ptx(
+                "ld.global.u32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[tally]
+            )
+            cute.arch.inline_ptx(
+                "st.global.f32 [{$r0}], {$r1};",
+                read_only_args=[y + Int64(i) * 4, value + Float32(runs)],
+            )
+        cute.arch.inline_ptx("griddepcontrol.launch_dependents;")
+
+
+@dataclass(frozen=True)
+class CountRun(Kernel):
+    """Adds one to the tally, after the launch before."""
+
+    threads: int = 32
+
+    parameters: ClassVar = (("tally", "address"),)
+
+    @cute.kernel
+    def device(self, tally: Int64):
+        thread, _, _ = cute.arch.thread_idx()
+        cute.arch.inline_ptx("griddepcontrol.wait;")
+        if thread == 0:
+            runs = cute.arch.inline_ptx(
+                "ld.global.u32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[tally]
+            )
+            cute.arch.inline_ptx(
+                "st.global.u32 [{$r0}], {$r1};", read_only_args=[tally, runs + Uint32(1)]
+            )
+
+
 def scale_program(count: int, factor: float, kernel: Scale | None = None) -> Program:
     """One launch: y = factor * x + shift."""
     kernel = kernel or Scale()
@@ -101,4 +165,20 @@ def chain_program(count: int, first: float, second: float) -> Program:
         (spec,),
         (spec, spec),
         num_scratch=1,
+    )
+
+
+def tally_program(count: int, fill: int) -> Program:
+    """y = x + fill + the runs of this call before; what is kept shows, so it has a side effect."""
+    spec = ArraySpec((count,), np.dtype(np.float32))
+    tally = Kept(1, 8)
+    return Program(
+        "tally",
+        (
+            Launch(AddTally(), (-(-count // 128), 1, 1), (Operand(0), Result(0), tally, count)),
+            Launch(CountRun(), (1, 1, 1), (tally,), overlaps_previous=True),
+        ),
+        (spec,),
+        (spec,),
+        kept=(KeptSpec(4), KeptSpec(16, fill)),
     )
