@@ -6,7 +6,7 @@ import numpy as np
 
 from k3jax.runtime import library
 from k3jax.runtime.compile import compile_kernel
-from k3jax.runtime.program import Operand, Program
+from k3jax.runtime.program import Kept, Operand, Program, Result
 from k3jax.runtime.target import Target
 from tests.gpu.driver import Driver
 
@@ -21,12 +21,16 @@ def card_target() -> Target:
 
 
 class CardProgram:
-    """A program with memory for its results."""
+    """A program with memory for its results and what it keeps."""
 
     def __init__(self, driver: Driver, program: Program, arch: str):
         self.driver, self.program = driver, program
         self.results = [
             driver.upload(np.empty(spec.num_bytes, np.uint8)) for spec in program.results
+        ]
+        self.kept = [
+            driver.upload(np.full(spec.num_bytes // 4, spec.fill, np.uint32))
+            for spec in program.kept
         ]
         self.functions = []
         for launch in program.launches:
@@ -49,7 +53,7 @@ class CardProgram:
     def _encode(self, value, operands: list[int]) -> bytes:
         if isinstance(value, int | float):
             return struct.pack("<i" if isinstance(value, int) else "<f", value)
-        addresses = operands if isinstance(value, Operand) else self.results
+        addresses = {Operand: operands, Result: self.results, Kept: self.kept}[type(value)]
         return struct.pack("<Q", addresses[value.index] + value.offset)
 
     def outputs(self) -> list[np.ndarray]:
@@ -63,5 +67,5 @@ class CardProgram:
         ]
 
     def free(self) -> None:
-        for address in self.results:
+        for address in (*self.results, *self.kept):
             self.driver.free(address)
