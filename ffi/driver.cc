@@ -50,6 +50,7 @@ Driver Open() {
   Resolve(library, "cuMemAlloc_v2", &driver.cuMemAlloc);
   Resolve(library, "cuMemFree_v2", &driver.cuMemFree);
   Resolve(library, "cuMemHostAlloc", &driver.cuMemHostAlloc);
+  Resolve(library, "cuMemFreeHost", &driver.cuMemFreeHost);
   Resolve(library, "cuMemHostGetDevicePointer_v2", &driver.cuMemHostGetDevicePointer);
   Resolve(library, "cuIpcGetMemHandle", &driver.cuIpcGetMemHandle);
   Resolve(library, "cuIpcOpenMemHandle_v2", &driver.cuIpcOpenMemHandle);
@@ -80,14 +81,14 @@ std::string Describe(const Driver& driver, Result result) {
 const Driver& GetDriver() {
   // A failed initialiser leaves the static uninitialised, so a later call tries again.
   static const Driver* driver = [] {
-    auto* opened = new Driver(Open());
-    Result result = opened->cuInit(0);
+    const Driver opened = Open();
+    Result result = opened.cuInit(0);
     if (result != 0) {
       throw Failure(FailureKind::kFailedPrecondition,
-                    Concat("the NVIDIA driver cannot start: ", Describe(*opened, result),
+                    Concat("the NVIDIA driver cannot start: ", Describe(opened, result),
                            "; see that nvidia-smi lists a GPU and CUDA_VISIBLE_DEVICES names it"));
     }
-    return opened;
+    return new Driver(opened);
   }();
   return *driver;
 }

@@ -101,6 +101,7 @@ struct Driver {
   Result (*cuMemAlloc)(uint64_t* address, size_t num_bytes);
   Result (*cuMemFree)(uint64_t address);
   Result (*cuMemHostAlloc)(void** memory, size_t num_bytes, unsigned flags);
+  Result (*cuMemFreeHost)(void* memory);
   Result (*cuMemHostGetDevicePointer)(uint64_t* address, void* memory, unsigned flags);
   Result (*cuIpcGetMemHandle)(IpcHandle* handle, uint64_t address);
   Result (*cuIpcOpenMemHandle)(uint64_t* address, IpcHandle handle, unsigned flags);

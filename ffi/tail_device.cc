@@ -99,24 +99,41 @@ DeviceGroup& DeviceGroup::Get(const std::vector<int>& devices, int64_t slot) {
 
 DeviceGroup::DeviceGroup(const std::vector<int>& devices, const Layout& layout, int64_t slot)
     : devices_(devices), layout_(layout), slot_(slot) {
-  const cuda::Driver& driver = cuda::GetDriver();
   EnablePeers(devices);
   for (size_t number = 0; number < devices.size(); ++number) {
-    const int device = devices[number];
-    if (device == kElsewhere) continue;
-    cuda::ContextScope scope(cuda::PrimaryContext(device));
-    Rank rank{static_cast<int64_t>(number), device, 0, nullptr, {}};
-    size_t num_bytes = layout.end() * sizeof(uint32_t);
-    cuda::Check(driver.cuMemAlloc(&rank.address, num_bytes),
-                Concat("allocating ", num_bytes, " bytes for the workspace of device ", device));
-    void* note;
-    cuda::Check(driver.cuMemHostAlloc(&note, sizeof(uint32_t),
-                                      cuda::kHostPortable | cuda::kHostDeviceMapped),
-                "allocating the word that tells the host whom a rank gave up on");
-    rank.note = static_cast<uint32_t*>(note);
-    ranks_.push_back(std::move(rank));
+    if (devices[number] == kElsewhere) continue;
+    ranks_.push_back({static_cast<int64_t>(number), devices[number], 0, nullptr, {}});
   }
-  if (ranks_.size() == devices.size()) Share(Segment::Private(SharedBytes()), true);
+  try {
+    for (Rank& rank : ranks_) Allocate(rank);
+    if (ranks_.size() == devices.size()) Share(Segment::Private(SharedBytes()), true);
+  } catch (const std::exception&) {
+    for (const Rank& rank : ranks_) Free(rank);  // whoever tries again allocates again
+    throw;
+  }
+}
+
+void DeviceGroup::Allocate(Rank& rank) const {
+  const cuda::Driver& driver = cuda::GetDriver();
+  cuda::ContextScope scope(cuda::PrimaryContext(rank.device));
+  const size_t num_bytes = layout_.end() * sizeof(uint32_t);
+  cuda::Check(driver.cuMemAlloc(&rank.address, num_bytes),
+              Concat("allocating ", num_bytes, " bytes for the workspace of device ", rank.device));
+  void* note;
+  cuda::Check(driver.cuMemHostAlloc(&note, sizeof(uint32_t),
+                                    cuda::kHostPortable | cuda::kHostDeviceMapped),
+              "allocating the word that tells the host whom a rank gave up on");
+  rank.note = static_cast<uint32_t*>(note);
+}
+
+void DeviceGroup::Free(const Rank& rank) const noexcept {
+  try {
+    cuda::ContextScope scope(cuda::PrimaryContext(rank.device));
+    if (rank.address != 0) cuda::GetDriver().cuMemFree(rank.address);
+    if (rank.note != nullptr) cuda::GetDriver().cuMemFreeHost(const_cast<uint32_t*>(rank.note));
+  } catch (const Failure&) {
+    // No context to free in: the first failure says why.
+  }
 }
 
 size_t DeviceGroup::SharedBytes() { return Executions::NumBytes() + Meeting::NumBytes(); }
@@ -142,6 +159,10 @@ std::vector<cuda::IpcHandle> DeviceGroup::Handles() const {
 }
 
 void DeviceGroup::Connect(const std::vector<cuda::IpcHandle>& handles) {
+  if (segment_ == nullptr) {
+    throw Failure(FailureKind::kFailedPrecondition,
+                  Concat("the processes of workspace ", slot_, " share no host memory yet"));
+  }
   std::vector<uint64_t> here(devices_.size());
   for (const Rank& rank : ranks_) here[rank.number] = rank.address;
   for (Rank& rank : ranks_) {

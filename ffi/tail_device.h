@@ -64,6 +64,8 @@ class DeviceGroup {
   };
 
   DeviceGroup(const std::vector<int>& devices, const Layout& layout, int64_t slot);
+  void Allocate(Rank& rank) const;
+  void Free(const Rank& rank) const noexcept;
   void ArmRank(const Rank& rank);
   void AdmitRank(Rank& rank, const Run& run);
   std::pair<int64_t, bool> Begin(Rank& rank, int64_t run);

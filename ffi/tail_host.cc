@@ -213,6 +213,10 @@ struct Shapes {
   bool scattered;
 };
 
+constexpr char kShapes[] =
+    "shapes do not fit: latent [T, L] or [T, K, L], shared [T, H], gain [L], up [H, L] or "
+    "[H / ranks, L]";
+
 // Reads and checks the operands; `rank` and `group` come from the first.
 Inputs ReadInputs(ffi::RemainingArgs& operands, const Shapes& shapes, float eps, int64_t* group,
                   int64_t* rank, Layout* layout) {
@@ -224,6 +228,7 @@ Inputs ReadInputs(ffi::RemainingArgs& operands, const Shapes& shapes, float eps,
 
   Inputs in;
   auto latent = Operand<ffi::BF16>(operands, 1);
+  Want(latent.dimensions().size() == 2 || latent.dimensions().size() == 3, kShapes);
   size_t next = 2;
   if (latent.dimensions().size() == 3) {
     auto weights = Operand<ffi::F32>(operands, next++);
@@ -238,6 +243,9 @@ Inputs ReadInputs(ffi::RemainingArgs& operands, const Shapes& shapes, float eps,
   auto shared = Operand<ffi::BF16>(operands, next);
   auto gain = Operand<ffi::BF16>(operands, next + 1);
   auto up = Operand<ffi::BF16>(operands, next + 2);
+  Want(shared.dimensions().size() == 2 && gain.dimensions().size() == 1 &&
+           up.dimensions().size() == 2,
+       kShapes);
   in.tokens = latent.dimensions()[0];
   in.latent = reinterpret_cast<const Half*>(latent.untyped_data());
   in.shared = reinterpret_cast<const Half*>(shared.untyped_data());
@@ -254,7 +262,7 @@ Inputs ReadInputs(ffi::RemainingArgs& operands, const Shapes& shapes, float eps,
        "latent and the columns of a rank must be even");
   Want(shared.dimensions().front() == in.tokens && gain.dimensions().front() == layout->latent &&
            up.dimensions().back() == layout->latent && (rows == layout->hidden || rows == columns),
-       "shapes do not fit: latent [T, L], shared [T, H], gain [L], up [H, L] or [H / ranks, L]");
+       kShapes);
   Want(0 < in.tokens && in.tokens <= shapes.max_tokens, "tokens must be 1 .. max_tokens");
   if (rows == layout->hidden) in.up += *rank * columns * layout->latent;
   return in;

@@ -69,6 +69,15 @@ std::unique_ptr<Segment> Segment::Open(const std::string& name, size_t num_bytes
   int file = shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0);
   Check(file >= 0, Concat("opening shared memory ", name, " of another process on this machine"),
         errno);
+  struct stat facts = {};
+  const bool known = fstat(file, &facts) == 0;
+  if (!known || facts.st_size != static_cast<off_t>(num_bytes)) {
+    close(file);
+    throw Failure(FailureKind::kFailedPrecondition,
+                  Concat("shared memory ", name, " of another process has ", facts.st_size,
+                         " bytes, wanted ", num_bytes,
+                         ": run the same release of k3jax in all processes"));
+  }
   return std::unique_ptr<Segment>(new Segment(file, num_bytes));
 }
 

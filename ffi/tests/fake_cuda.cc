@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -51,7 +52,8 @@ constexpr Result kInvalidImage = 200;
 FakeCuda fake;
 ContextOpaque contexts[kNumDevices] = {{0}, {1}};
 thread_local std::vector<Context> context_stack;
-std::mutex mutex;  // guards what `fake` counts
+std::mutex mutex;  // guards what `fake` counts, and the next one
+std::deque<FunctionOpaque> functions;
 
 // Counts the call; the error that a test asked for, or success.
 Result Called(const char* function) {
@@ -143,8 +145,9 @@ Result cuCtxPopCurrent_v2(Context* context) {
 Result cuCtxSynchronize() { return Called("cuCtxSynchronize"); }
 
 Result cuStreamCreate(Stream* stream, unsigned) {
+  if (Result failure = Called("cuStreamCreate")) return failure;
   *stream = new StreamOpaque;
-  return Called("cuStreamCreate");
+  return 0;
 }
 
 Result cuStreamSynchronize(Stream stream) {
@@ -163,6 +166,8 @@ Result cuCtxEnablePeerAccess(Context, unsigned) { return Called("cuCtxEnablePeer
 // Device memory is the host's.
 Result cuMemAlloc_v2(uint64_t* address, size_t num_bytes) {
   if (Result failure = Called("cuMemAlloc")) return failure;
+  if (fake.allocations_left == 0) return kOutOfMemory;
+  --fake.allocations_left;
   if (context_stack.empty()) return 201;
   *address = reinterpret_cast<uint64_t>(std::malloc(num_bytes));
   std::lock_guard<std::mutex> lock(mutex);
@@ -182,8 +187,16 @@ Result cuMemFree_v2(uint64_t address) {
 }
 
 Result cuMemHostAlloc(void** memory, size_t num_bytes, unsigned) {
+  if (Result failure = Called("cuMemHostAlloc")) return failure;
   *memory = std::malloc(num_bytes);
-  return Called("cuMemHostAlloc");
+  ++fake.host_allocations;
+  return 0;
+}
+
+Result cuMemFreeHost(void* memory) {
+  std::free(memory);
+  --fake.host_allocations;
+  return Called("cuMemFreeHost");
 }
 
 Result cuMemHostGetDevicePointer_v2(uint64_t* address, void* memory, unsigned) {
@@ -252,9 +265,12 @@ Result cuLibraryGetKernel(Kernel* kernel, Library library, const char* name) {
 }
 
 Result cuKernelGetFunction(Function* function, Kernel kernel) {
+  if (Result failure = Called("cuKernelGetFunction")) return failure;
   if (context_stack.empty()) return 201;
-  *function = new FunctionOpaque{kernel, context_stack.back()->device};
-  return Called("cuKernelGetFunction");
+  std::lock_guard<std::mutex> lock(mutex);
+  functions.push_back({kernel, context_stack.back()->device});
+  *function = &functions.back();
+  return 0;
 }
 
 Result cuFuncLoad(Function) { return Called("cuFuncLoad"); }

@@ -37,6 +37,8 @@ struct FakeCuda {
   std::map<std::string, int> shared_limit;  // by entry: dynamic shared memory allowed
   std::map<std::string, int> non_portable;  // by entry
   std::map<uint64_t, int> allocations;      // device memory in use, by address: its device
+  int allocations_left = -1;                // after as many, device memory is used up
+  int host_allocations = 0;                 // page-locked host memory in use
   std::vector<int> active_devices;          // whose primary contexts exist
   std::function<void()> after_launch;       // called after each launch, if set
   bool all_peers = false;                   // else only device 0 can address its peer

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <cstdlib>
 #include <future>
 #include <memory>
 #include <string>
@@ -248,6 +249,9 @@ TEST(KeptMemoryOutlivesItsContextWithoutHarm) {
     fake->failures[call] = 4;  // the driver is shutting down
     program.reset();
     fake->failures.clear();
+    for (const auto& [address, device] : fake->allocations) {
+      std::free(reinterpret_cast<void*>(address));
+    }
     fake->allocations.clear();
     CHECK(fake->context_depth == 0);
   }

@@ -64,6 +64,27 @@ TEST(ADeviceThatCannotAddressAnotherIsNamedAndNothingIsAllocated) {
   fake->all_peers = true;
 }
 
+TEST(AGroupThatCannotBeMadeLeavesNothingBehind) {
+  const auto before = fake->allocations;
+  const int host_before = fake->host_allocations;
+  for (int tries = 0; tries < 3; ++tries) {
+    fake->failures["cuMemHostAlloc"] = 2;
+    CHECK_THROWS(DeviceGroup::Create({0, 1}, kLayout, 7), "whom a rank gave up on", "2");
+    fake->failures.clear();
+    fake->allocations_left = 1;
+    CHECK_THROWS(DeviceGroup::Create({0, 1}, kLayout, 7), "bytes for the workspace of device 1");
+    fake->allocations_left = -1;
+    CHECK(fake->allocations == before && fake->host_allocations == host_before);
+  }
+  CHECK(fake->context_depth == 0);
+}
+
+TEST(ProcessesShareHostMemoryBeforeTheyConnect) {
+  DeviceGroup& group = DeviceGroup::Create({0, kElsewhere}, kLayout, 8);
+  CHECK_THROWS(group.Connect(group.Handles()), "workspace 8 share no host memory yet");
+  CHECK_THROWS(WorkspaceAddress(0, 8), "no workspace 8");
+}
+
 TEST(WorkspacesAreArmedAndKnowRankAndPeers) {
   CreateHere({1, 0}, 2);
   uint64_t peers[2] = {WorkspaceAddress(1, 2), WorkspaceAddress(0, 2)};

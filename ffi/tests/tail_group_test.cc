@@ -299,6 +299,9 @@ TEST(ARankLivesInOneProcess) {
   waitpid(child, &status, 0);
   CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
   CHECK_THROWS(Segment::Create(name, 4096), "creating shared memory", name.c_str());
+  for (size_t other : {4095, 8192}) {
+    CHECK_THROWS(Segment::Open(name, other), "4096 bytes, wanted", "same release");
+  }
   Segment::Unlink(name);
   CHECK_THROWS(Segment::Open(name, 4096), "opening shared memory", name.c_str());
 }

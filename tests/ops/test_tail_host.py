@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from k3jax.ops.tail import fused
 from k3jax.parallel import RankGroup
-from k3jax.runtime import library
+from k3jax.runtime import ffi, library
+from k3jax.runtime.program import ArraySpec
 from k3jax.runtime.workspace import HEADER_WORDS, TailLayout
 from tests.ops import tail_oracle
 from tests.ops.tail_oracle import BF16, EPS, oracle
@@ -251,6 +252,21 @@ def test_a_rank_that_stays_away_is_named_and_the_next_step_is_right():
         assert "DEADLINE_EXCEEDED" in str(error.value)
         assert "waits for rank 1" in str(error.value)
         check(tail_of(tp)(*arrays), oracle(*arrays))
+
+
+@pytest.mark.parametrize("scalar", [1, 2, 3, 4])
+def test_operands_without_dimensions_are_refused(scalar):
+    shapes = [(4, LATENT), (4, HIDDEN), (LATENT,), (HIDDEN, LATENT)]
+    shapes[scalar - 1] = ()
+    attributes = {
+        **{name: np.int64(1) for name in ("max_tokens", "budget_ms")},
+        **{name: np.bool_(False) for name in ("two_shot", "scattered")},
+        **{"ranks": np.int64(2), "eps": np.float32(EPS), "members": np.zeros(0, np.int64)},
+    }
+    operands = [jnp.zeros(2, jnp.int32), *(jnp.zeros(shape, jnp.bfloat16) for shape in shapes)]
+    result = ArraySpec((4, HIDDEN), np.dtype(jnp.bfloat16))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="k3jax_tail: shapes do not fit"):
+        ffi.call_host("k3jax_tail", result, *operands, **attributes).block_until_ready()
 
 
 def test_two_programs_interleaved_on_one_workspace_are_refused():
