@@ -1,9 +1,9 @@
 // The XLA FFI custom call `k3jax_launch`: a thin shell around LoadedProgram.
 //
 // Instantiate parses and needs no device, so programs compile on machines without a GPU.
-// Initialize, which XLA calls before every run, loads the kernels the first time and asks the
-// workspaces whether they are fit to use. Execute only issues launches, so the call may be captured
-// into a CUDA graph.
+// Initialize, which XLA calls before every run, loads the kernels and makes the kept memory the
+// first time, and asks the workspaces whether they are fit to use. Execute only issues launches, so
+// the call may be captured into a CUDA graph.
 
 #include <cstdint>
 #include <exception>

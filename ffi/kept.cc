@@ -41,6 +41,7 @@ void KeptMemory::Free() const { cuda::GetDriver().cuMemFree(address_); }
 KeptMemory::~KeptMemory() {
   try {
     cuda::ContextScope scope(context_);
+    cuda::GetDriver().cuCtxSynchronize();
     Free();
   } catch (const Failure&) {
     // The process is ending: no context is left to free in.

@@ -18,8 +18,8 @@ class KeptMemory {
   // call it while this thread captures a stream. `owner` names the call and the device in errors.
   KeptMemory(const KeptSpec& spec, cuda::Context context, const std::string& owner);
 
-  // Waits for the device before it frees, as the driver does. A context that is already gone took
-  // the memory with it.
+  // Waits for the device first: a run that was the last may still be on its way. A context that is
+  // already gone took the memory with it.
   ~KeptMemory();
   KeptMemory(const KeptMemory&) = delete;
   KeptMemory& operator=(const KeptMemory&) = delete;

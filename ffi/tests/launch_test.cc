@@ -219,6 +219,7 @@ TEST(KeptMemoryIsFilledOnceADeviceAndFreed) {
   CHECK(fake->allocations.empty());
   auto calls = [&before](const char* name) { return fake->calls[name] - before[name]; };
   CHECK(calls("cuMemAlloc") == 4 && calls("cuMemFree") == 4);
+  CHECK(calls("cuCtxSynchronize") == 4);  // runs may be on their way when the executable goes
   CHECK(calls("cuStreamCreate") == 4 && calls("cuStreamDestroy") == 4);
   CHECK(fake->context_depth == 0);
 }
