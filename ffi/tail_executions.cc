@@ -53,6 +53,10 @@ struct Executions::Control {
 
 Executions::Executions(Segment& segment, int64_t ranks, bool created)
     : segment_(segment), ranks_(ranks), control_(reinterpret_cast<Control*>(segment.data())) {
+  if (ranks < 1 || ranks > kMaxRanks) {
+    throw Failure(FailureKind::kInvalidArgument,
+                  Concat("a group of the fused tail has 1 to ", kMaxRanks, " ranks, got ", ranks));
+  }
   if (created) InitializeMutex(&control_->mutex);
 }
 

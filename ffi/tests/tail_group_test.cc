@@ -152,6 +152,10 @@ TEST(AnAbsentRankIsNamedOnAllOthersAndTheNextRunIsClean) {
   }
 }
 
+TEST(MoreRanksThanThereIsRoomForAreRefused) {
+  CHECK_THROWS(Group({kMaxRanks + 1, 6, 8, 34}), "1 to 16 ranks, got 17");
+}
+
 TEST(DisagreementIsNamedOnAllRanks) {
   Group group(kLayout);
   int64_t run = next_run++;
