@@ -126,19 +126,16 @@ void Executions::Recover(int64_t rank, int64_t execution, const Deadline& deadli
   await_all(&Control::Progress::armed);  // and all must be armed when somebody publishes
 }
 
-void Executions::LookAround(int64_t rank, int64_t execution, int64_t other,
-                            const Deadline& deadline) {
-  ThrowIfFailed(execution);
-  if (segment_.Abandoned(other)) {
+void Executions::GiveUp(int64_t rank, int64_t execution, int64_t other, const Deadline& deadline,
+                        bool ended) {
+  if (ended) {
     Fail(execution, FailureKind::kUnavailable,
          Concat("rank ", rank, " waits in the fused tail, but the process of rank ", other,
                 " has ended; start all processes of the group again"));
   }
-  if (std::chrono::steady_clock::now() > deadline.end) {
-    Fail(execution, FailureKind::kDeadlineExceeded,
-         Concat("rank ", rank, " waits for rank ", other, " in the fused tail and gave up after ",
-                deadline.patience.count(), " ms; rank ", other, " did not make this call"));
-  }
+  Fail(execution, FailureKind::kDeadlineExceeded,
+       Concat("rank ", rank, " waits for rank ", other, " in the fused tail and gave up after ",
+              deadline.patience.count(), " ms; rank ", other, " did not make this call"));
 }
 
 }  // namespace k3jax::tail

@@ -67,7 +67,13 @@ class Executions {
       } else {
         std::this_thread::sleep_for(std::chrono::microseconds(50));
       }
-      if (polls % 64 == 0) LookAround(rank, execution, other, deadline);
+      if (polls % 64 != 0) continue;
+      ThrowIfFailed(execution);
+      const bool ended = segment_.Abandoned(other);
+      const bool late = std::chrono::steady_clock::now() > deadline.end;
+      // Looked at once more: what the other rank did before it ended counts, and so does what it did
+      // in time while this thread slept past its deadline.
+      if ((ended || late) && !condition()) GiveUp(rank, execution, other, deadline, ended);
     }
   }
 
@@ -76,7 +82,8 @@ class Executions {
 
   static constexpr int64_t kEagerPolls = 1 << 14;  // some milliseconds
 
-  void LookAround(int64_t rank, int64_t execution, int64_t other, const Deadline& deadline);
+  [[noreturn]] void GiveUp(int64_t rank, int64_t execution, int64_t other, const Deadline& deadline,
+                           bool ended);
   [[noreturn]] void ThrowFailure();
 
   Segment& segment_;

@@ -286,6 +286,29 @@ TEST(AProcessThatIsKilledInACallIsNamedAtOnce) {
   CHECK(processes.Join() == -SIGKILL);
 }
 
+TEST(WhatARankDidInTimeCounts) {
+  const std::string name = "/k3jax-test-" + std::to_string(getpid());
+  auto segment = Segment::Create(name, Executions::NumBytes());
+  Executions executions(*segment, 2, true);
+  segment->Claim({0});
+  pid_t child = fork();
+  if (child == 0) {
+    Segment::Open(name, Executions::NumBytes()).release()->Claim({1});
+    _exit(0);
+  }
+  int status;
+  waitpid(child, &status, 0);
+  Segment::Unlink(name);
+  const Deadline passed(milliseconds(0)), far(milliseconds(20000));
+  for (const auto& [other, deadline] : {std::pair{1, far}, std::pair{0, passed}}) {
+    int looks = 0;  // it has come about, but is seen only when there is cause to give up
+    executions.Await(0, 1, other, deadline, [&] { return ++looks > 64; });
+    CHECK(looks > 64);
+  }
+  CHECK_THROWS(executions.Await(0, 1, 1, far, [] { return false; }), "rank 1 has ended");
+  CHECK_THROWS(executions.Await(0, 2, 0, passed, [] { return false; }), "gave up after 0 ms");
+}
+
 TEST(ARankLivesInOneProcess) {
   const std::string name = "/k3jax-test-" + std::to_string(getpid());
   auto segment = Segment::Create(name, 4096);
