@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from k3jax.config import MoEConfig
+from k3jax.ops import kernel_ptx
 from k3jax.ops.experts import api as experts_api
-from k3jax.ops.experts import decode, grouped
+from k3jax.ops.experts import decode, few, grouped
 from k3jax.ops.experts.api import run_kernels
 from k3jax.ops.experts.packing import pack_experts
 from k3jax.ops.kernels import kernel_modules
@@ -112,6 +113,21 @@ def test_grouped_experts(num_tokens, experts):
     assert run.written[0].all()
     want = oracle.experts(z.astype(np.float64), ids, weights, bank)
     assert oracle.relative_error(run.results[0], want) < ONE_OP
+
+
+@pytest.mark.parametrize(("build", "num_tokens"), [(few.few_program, 2)])
+def test_experts_with_every_lane_arriving(build, num_tokens, experts, monkeypatch, tmp_path):
+    """The builds that tests/gpu/test_sanitizer.py checks for races."""
+    packed, _ = experts
+    z, ids, weights = draw_routes(num_tokens)
+    program = build(EXPERTS, num_tokens, 1, small_target("sm_90a"))
+    operands = operands_of(packed, z, ids, weights)
+    (one_lane,) = emulate(program, operands, num_sms=NUM_SMS)
+    monkeypatch.setattr(kernel_ptx, "ARRIVING_LANES", 32)
+    monkeypatch.setenv("K3JAX_CACHE_DIR", str(tmp_path))
+    (every_lane,) = emulate(program, operands, num_sms=NUM_SMS)
+    np.testing.assert_array_equal(bits(every_lane), bits(one_lane))
+    assert any(tmp_path.iterdir())  # compiled anew
 
 
 @pytest.mark.parametrize("seed", [1, 2])

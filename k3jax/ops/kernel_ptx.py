@@ -11,6 +11,10 @@ multiply: the shifted copies never meet in a bit, so no carry arises."""
 ONES = 0x7E807E80
 """A pair of bf16 2^126: brings codes to their values, where the scale needs its own multiply."""
 
+ARRIVING_LANES = 1
+"""Lanes that arrive at a barrier for their warp, once it has come together: one is enough. A tool
+that follows each lane's arrivals apart takes that for a race; for it, kernels are built with 32."""
+
 
 def _ptx(text, types=(), *arguments):
     return cute.arch.inline_ptx(text, write_only_types=list(types), read_only_args=list(arguments))
@@ -136,6 +140,16 @@ def store_shared_floats(address: Uint32, low: Float32, high: Float32):
 def barrier_init(address: Uint32, arrivals: int):
     """A shared-memory barrier whose phases end after `arrivals` arrivals."""
     _ptx("mbarrier.init.shared::cta.b64 [{$r0}], {$r1};", (), address, Int32(arrivals))
+
+
+def barrier_init_warps(address: Uint32, warps: int):
+    """A barrier whose phases end after as many warps have arrived (see `arrives`)."""
+    barrier_init(address, warps * ARRIVING_LANES)
+
+
+def arrives(lane):
+    """Whether a lane arrives at a barrier of warps."""
+    return lane == 0 if ARRIVING_LANES == 1 else lane < ARRIVING_LANES
 
 
 def barrier_arrive(address: Uint32):

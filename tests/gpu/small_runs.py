@@ -3,11 +3,15 @@
     JAX_PLATFORMS=cpu compute-sanitizer --tool memcheck --report-api-errors no \\
         python -m tests.gpu.small_runs decode
 
+A second argument is the number of lanes that arrive at a barrier for their warp, 32 for racecheck,
+which follows each lane's arrivals apart.
+
 JAX computes the reference on the CPU, so that all a checker sees is our kernels.
 """
 
 import dataclasses
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator
 
@@ -16,11 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from k3jax.config import MoEConfig
-from k3jax.ops.experts import decode, grouped
+from k3jax.ops import kernel_ptx
+from k3jax.ops.experts import decode, few, grouped
 from k3jax.ops.experts.api import ExpertsTier, routed_experts
 from k3jax.ops.experts.check import random_experts
 from k3jax.ops.experts.packing import pack_experts
 from k3jax.ops.router import cute, reference
+from k3jax.runtime.cache import default_directory
 from k3jax.runtime.program import Program
 from k3jax.runtime.target import Target
 from tests.emulator_tests import cute_kernels as small
@@ -88,6 +94,7 @@ def example(program: Program) -> Iterator[Case]:
 
 CASES: dict[str, Callable[[Target], Iterator[Case]]] = {
     "router": router,
+    "few": functools.partial(experts, few.few_program, (1, 2)),
     "decode": functools.partial(experts, decode.decode_program, (1, 9, 65)),
     "grouped": functools.partial(experts, grouped.grouped_program, (70,)),
     "handover": lambda target: example(handover.handover_program(32)),
@@ -98,8 +105,17 @@ CASES: dict[str, Callable[[Target], Iterator[Case]]] = {
 }
 
 
-def main(name: str) -> int:
+def let_arrive(lanes: int) -> None:
+    """From now on kernels are built so that as many lanes arrive for their warp."""
+    kernel_ptx.ARRIVING_LANES = lanes
+    # Where compiled kernels are kept, nothing tells these from others.
+    os.environ["K3JAX_CACHE_DIR"] = str(default_directory() / f"arriving-{lanes}")
+
+
+def main(name: str, lanes: str = "") -> int:
     """Runs a case; status 1 if its numbers are wrong."""
+    if lanes:
+        let_arrive(int(lanes))
     driver, target = Driver(), card_target()
     for program, operands, right in CASES[name](target):
         card = CardProgram(driver, program, target.arch)
@@ -116,4 +132,4 @@ def main(name: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

@@ -169,8 +169,8 @@ class FewGateUpKernel(UnitTable, Kernel):
             self.load_tokens(shared, z, num_tokens, warp)
         elif lane == 0:
             for buffer in cutlass.range_constexpr(2):
-                ptx.barrier_init(self.summed(shared, buffer), self.warps)
-                ptx.barrier_init(self.drained(shared, buffer), 1)
+                ptx.barrier_init_warps(self.summed(shared, buffer), self.warps)
+                ptx.barrier_init_warps(self.drained(shared, buffer), 1)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -249,8 +249,9 @@ class FewGateUpKernel(UnitTable, Kernel):
             ptx.barrier_wait(self.drained(shared, buffer), emptied)
             self.store_partial(shared, buffer, warp, sums)
             cute.arch.sync_warp()
-            if lane == 0:
+            if ptx.arrives(lane):
                 ptx.barrier_arrive(self.summed(shared, buffer))
+            if lane == 0:  # noqa: SIM102 - `and` would evaluate both sides, in every lane
                 if index + self.stages < tiles:
                     self.copy(shared, gate_up, begin + index + self.stages, warp, stage)
 
@@ -297,7 +298,7 @@ class FewGateUpKernel(UnitTable, Kernel):
         pair = ptx.round_pair(gate, up)
         cute.arch.sync_warp()
         lane = cute.arch.lane_idx()
-        ptx.barrier_arrive_after(self.drained(shared, buffer), (pair, pair), lane == 0)
+        ptx.barrier_arrive_after(self.drained(shared, buffer), (pair, pair), ptx.arrives(lane))
         gate, up = ptx.low_float(pair), ptx.high_float(pair)
         value = ptx.situ(gate, up, self.beta, self.linear_beta)
         return ptx.round_pair(value, cute.arch.shuffle_sync_bfly(value, 1))
