@@ -75,6 +75,12 @@ class Driver:
         self._call("cuMemsetD8Async", c.c_uint64(address), c.c_ubyte(byte), c.c_size_t(num_bytes),
                    None)  # fmt: skip
 
+    def memory_left(self) -> int:
+        """Bytes of device memory that nobody has allocated."""
+        left, total = c.c_size_t(), c.c_size_t()
+        self._call("cuMemGetInfo_v2", c.byref(left), c.byref(total))
+        return left.value
+
     def free(self, address: int) -> None:
         self._call("cuMemFree_v2", c.c_uint64(address))
 

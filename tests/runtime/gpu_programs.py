@@ -6,6 +6,7 @@ writes them; `K3JAX_TEST_EXPORTS=FOLDER` then tells the tests where they are. Wh
 installed the tests export them on the spot.
 """
 
+import dataclasses
 import itertools
 import sys
 from pathlib import Path
@@ -16,7 +17,15 @@ import numpy as np
 
 from k3jax.export import export_function
 from k3jax.runtime.ffi import call_program
-from k3jax.runtime.program import ArraySpec, Launch, Operand, Program, Result, Workspace
+from k3jax.runtime.program import (
+    ArraySpec,
+    KeptSpec,
+    Launch,
+    Operand,
+    Program,
+    Result,
+    Workspace,
+)
 from k3jax.runtime.target import Target
 from tests.runtime.toy import Scale, chain_program, scale_program, tally_program
 
@@ -25,6 +34,7 @@ LONG = 1 << 22
 LINKS = 20
 FILL = 7
 ROUNDS = 6
+LARGE_KEPT = 256 << 20
 
 
 def on(target: str, program: Program):
@@ -64,6 +74,12 @@ def tally(x):
     return call_program(program, x, target=Target.named("h200"), has_side_effect=True)[0]
 
 
+def large_tally_program() -> Program:
+    """The same beside much memory."""
+    program = tally_program(COUNT, FILL)
+    return dataclasses.replace(program, kept=(KeptSpec(LARGE_KEPT), *program.kept[1:]))
+
+
 def tallies(x):
     """Two calls alike, and one in a loop: [ROUNDS + 2, COUNT]."""
 
@@ -90,6 +106,7 @@ PROGRAMS = {
     ),
     "tally": (tally, COUNT),
     "tallies": (tallies, COUNT),
+    "large_tally": (on("h200", large_tally_program()), COUNT),
     "no_workspace": (on("h200", workspace_program()), COUNT),
     "other_arch": (on("b200", scale_program(COUNT, 2.0)), COUNT),
 }

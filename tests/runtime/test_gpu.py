@@ -1,5 +1,6 @@
 """The custom-call road on a GPU: numbers, CUDA graphs, overlapping launches, named errors."""
 
+import gc
 import importlib.util
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -12,14 +13,12 @@ import pytest
 from k3jax.export import load_function
 from k3jax.runtime import library
 from k3jax.runtime.target import TARGETS, Target
+from tests.gpu.driver import Driver
 
 pytestmark = pytest.mark.gpu
 
-LINKS, FILL, ROUNDS = (
-    20,
-    7,
-    6,
-)  # of tests.runtime.gpu_programs, which cannot be imported without the DSL
+# Of tests.runtime.gpu_programs, which cannot be imported without the DSL.
+LINKS, FILL, ROUNDS, LARGE_KEPT = 20, 7, 6, 256 << 20
 
 
 @pytest.fixture
@@ -120,6 +119,25 @@ def test_runs_from_several_threads_are_ordered(program, run):
         results = [np.asarray(y) - np.asarray(x) for ys in threads.map(many, range(4)) for y in ys]
     assert all((y == y[0]).all() for y in results)
     assert sorted(int(y[0]) - FILL for y in results) == list(range(1, 401))
+
+
+def test_kept_memory_is_freed_with_its_executable(program):
+    driver, x = Driver(), draw_whole(1000)
+
+    def left_during_and_after() -> tuple[int, int]:
+        step = jax.jit(program("large_tally"))
+        np.testing.assert_array_equal(step(x), x + FILL)
+        during = driver.memory_left()
+        del step
+        jax.clear_caches()
+        gc.collect()
+        return during, driver.memory_left()
+
+    _, left = left_during_and_after()  # and all else that a first run allocates
+    for _ in range(3):
+        during, after = left_during_and_after()
+        assert left - during >= LARGE_KEPT
+        assert after == left
 
 
 @pytest.mark.parametrize(("name", "count"), [("large_shared", 1000), ("wide_cluster", 1 << 22)])
