@@ -20,6 +20,11 @@ def _ptx(text, types=(), *arguments):
     return cute.arch.inline_ptx(text, write_only_types=list(types), read_only_args=list(arguments))
 
 
+def kept(word: Uint32) -> Uint32:
+    """The word, which the compiler keeps rather than work it out again wherever it is used."""
+    return _ptx("mov.b32 {$w0}, {$r0};", [Uint32], word)
+
+
 def load_global_4(address: Int64):
     """16 bytes of memory that nothing writes while the kernel runs."""
     return _ptx("ld.global.v4.u32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Uint32] * 4, address)
@@ -122,6 +127,11 @@ def store_shared(address: Uint32, word):
     _ptx("st.shared.b32 [{$r0}], {$r1};", (), address, word)
 
 
+def store_shared_half(address: Uint32, value: Uint32):
+    """2 bytes, the low half of a word."""
+    _ptx("{ .reg .b16 h; cvt.u16.u32 h, {$r1}; st.shared.u16 [{$r0}], h; }", (), address, value)
+
+
 def store_shared_float(address: Uint32, value: Float32):
     """One float32."""
     _ptx("st.shared.f32 [{$r0}], {$r1};", (), address, value)
@@ -193,6 +203,17 @@ def barrier_wait(address: Uint32, parity: Uint32):
         )
 
 
+def barrier_test(address: Uint32, parity: Uint32) -> Uint32:
+    """1 if the phase of that parity has ended, else 0."""
+    return _ptx(
+        "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [{$r0}], {$r1}; "
+        "selp.u32 {$w0}, 1, 0, p; }",
+        [Uint32],
+        address,
+        parity,
+    )
+
+
 def evict_first_policy() -> Uint64:
     """Cache policy of bytes that are read once."""
     return _ptx("createpolicy.fractional.L2::evict_first.b64 {$w0}, 1.0;", [Uint64])
@@ -254,6 +275,32 @@ def any_lane(word: Uint32) -> Int32:
     )
 
 
+def cluster_arrive():
+    """Releases what this thread wrote to the threads of the cluster that wait for all."""
+    _ptx("barrier.cluster.arrive.release.aligned;")
+
+
+def cluster_arrive_relaxed():
+    """Arrives for those who wait for all of the cluster; releases nothing."""
+    _ptx("barrier.cluster.arrive.relaxed.aligned;")
+
+
+def cluster_wait():
+    """Returns once every thread of the cluster has arrived."""
+    _ptx("barrier.cluster.wait.acquire.aligned;")
+
+
+def load_shared_of(address: Uint32, block: Int32) -> Int32:
+    """4 bytes of the shared memory of a block of the cluster."""
+    return _ptx(
+        "{ .reg .b32 a; mapa.shared::cluster.u32 a, {$r0}, {$r1}; "
+        "ld.shared::cluster.b32 {$w0}, [a]; }",
+        [Int32],
+        address,
+        block,
+    )
+
+
 def spread_byte(word: Uint32, index: int) -> Uint32:
     """Byte `index` of a word, in both halves."""
     selector = str(0x4040 | index | index << 8)
@@ -264,6 +311,20 @@ def power_pair(q: Uint32) -> Uint32:
     """A pair of bf16 2^(q - 127) * 2^126, for q up to 127 in both halves: exponent q + 126."""
     bias = str(126 * 0x00800080)
     return _ptx("mad.lo.u32 {$w0}, {$r0}, 128, " + bias + ";", [Uint32], q)
+
+
+def power_of_byte(words, index: int) -> Uint32:
+    """`power_pair` of byte `index` of some words, with a multiply that is no shift.
+
+    The compiler would make a shift of `power_pair`, on the pipe that dequantising fills.
+    """
+    selector, bias = str(0x4440 | index % 4), str(126 * 0x00800080)
+    return _ptx(
+        "{ .reg .b32 q; prmt.b32 q, {$r0}, 0, " + selector + "; "
+        "mad.lo.u32 {$w0}, q, 0x00800080, " + bias + "; }",
+        [Uint32],
+        words[index // 4],
+    )
 
 
 def scale_pair(pair: Uint32, factor: Uint32) -> Uint32:

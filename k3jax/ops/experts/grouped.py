@@ -84,7 +84,7 @@ def _program(config, num_tokens, tp, target, weighted, widths) -> Program:
     routes = num_tokens * K
     shape = _shape(routes / E, widths)
     gate_up, down = (_product(config, tp, target, shape, is_down) for is_down in (False, True))
-    sort = SortKernel(E, gate_up.widths)
+    sort = SortKernel(E, gate_up.widths, routes)
     permute = PermuteKernel(E, L, K, clears=not weighted)
     max_units = min(routes, E + routes // gate_up.widths[-1])
 
@@ -106,7 +106,7 @@ def _program(config, num_tokens, tp, target, weighted, widths) -> Program:
     permuted, order, units, hidden = map(Result, range(1, 5))
     target_rows = Result(5 if weighted else 0)
     launches = [
-        Launch(sort, sort.grid(routes), (ids, order, units, routes)),
+        Launch(sort, sort.grid, (ids, order, units, routes)),
         Launch(
             permute,
             permute.grid(num_tokens),
@@ -149,10 +149,10 @@ def _shape(routes_an_expert: float, widths):
 
 def _product(config: MoEConfig, tp: int, target: Target, shape, down: bool):
     """One of the two products, with as deep a ring as shared memory allows."""
-    from k3jax.ops.experts.kernel_grouped import LAG, GroupedKernel
+    from k3jax.ops.experts.kernel_grouped import GroupedKernel
 
     inner, latent = config.expert_intermediate_size // tp, config.latent_size
-    for stages in range(MAX_STAGES, LAG, -1):
+    for stages in range(MAX_STAGES, 1, -1):
         kernel = GroupedKernel(
             down=down,
             num_tiles=latent // 16 if down else inner // 8,

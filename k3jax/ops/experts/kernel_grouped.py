@@ -22,13 +22,14 @@ releases a stage when its last matrix instruction has ended, before it waits for
 
 Epilogue. Gate/up: rows g and g + 8 of a tile are gate and up of one neuron, in one thread; SiTU,
 and the hidden values go to global memory in the permuted order that the second product reads. Down:
-rows go to global memory, to the place of their route, which the gathering warps have left in shared
-memory before they announced the item's first stage.
+rows go to global memory, to the place of their route. What the epilogue needs of a unit, its
+columns' routes or their place and number, is left in shared memory before the item's first stage is
+announced: loading it then would take as long as a stage.
 
 Why it cannot hang. Every role walks the same items in the same order, and the ring's writers wait
 only for stages that its readers release without waiting for a later one. The gathering warps
-announce a stage once `LAG` later ones are on their way: fewer than the ring has. Blocks do not wait
-for each other, only for the end of the launch before.
+announce a stage once the next is on its way, or before they wait for room for it. Blocks do not
+wait for each other, only for the end of the launch before.
 """
 
 import math
@@ -76,8 +77,6 @@ WIDE = Shape(4, (8, 16, 24, 32, 40, 48, 64, 80), 80, 104, 64)
 """Many columns, so that a weight is dequantised once for more tokens."""
 STEP = 2
 """Chunks of K that are dequantised at once where registers suffice."""
-LAG = 1
-"""Stages of tokens that are on their way when an earlier one is announced."""
 RECORD_BYTES = 16
 """A unit in the table: expert, first place among the sorted routes, routes, nothing."""
 
@@ -103,7 +102,7 @@ class GroupedKernel(Kernel):
         top_k: slots a token.
         num_blocks: grid; blocks take items in turn.
         shape: how a block divides its registers.
-        stages: of the ring, more than `LAG`.
+        stages: of the ring.
         beta: soft cap of the gate.
         linear_beta: soft cap of the linear branch, or None.
     """
@@ -190,26 +189,31 @@ class GroupedKernel(Kernel):
         return self.stages * self.slot_bytes
 
     @property
-    def routes_offset(self) -> int:
-        """Shared memory of the routes of the items in flight, after the barriers."""
+    def units_offset(self) -> int:
+        """Shared memory of the units of the items in flight, after the barriers."""
         return self.barriers_offset + 16 * self.stages
 
     @property
-    def route_slots(self) -> int:
+    def unit_bytes(self) -> int:
+        """A unit: the routes of its columns, or its first place and how many they are."""
+        return 4 * self.widths[-1] if self.down else 8
+
+    @property
+    def unit_slots(self) -> int:
         """Items in flight: while a warp stores one, the gathering warps may be at the last."""
         return 2 + self.stages // len(self.groups)
 
     @property
     def shared_bytes(self) -> int:
         """Everything."""
-        return self.routes_offset + self.down * self.route_slots * 4 * self.widths[-1]
+        return self.units_offset + self.unit_slots * self.unit_bytes
 
     @cute.kernel
     def device(self, rows: Int64, weights: Int64, order: Int64, units: Int64, out: Int64):
         """One block of the schedule above."""
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
-        shared = Uint32(cute.arch.get_dyn_smem(Uint32, alignment=1024).toint())
+        shared = ptx.kept(Uint32(cute.arch.get_dyn_smem(Uint32, alignment=1024).toint()))
         cute.arch.griddepcontrol_launch_dependents()
         if thread == 0:
             self.init_barriers(shared)
@@ -232,7 +236,7 @@ class GroupedKernel(Kernel):
         """Stages full and empty."""
         for slot in cutlass.range_constexpr(self.stages):
             ptx.barrier_init(self.full(shared, slot), 1 + 32 * _GATHER_WARPS)
-            ptx.barrier_init(self.empty(shared, slot), self.compute_warps)
+            ptx.barrier_init_warps(self.empty(shared, slot), self.compute_warps)
         cute.arch.mbarrier_init_fence()
 
     @cute.jit
@@ -275,16 +279,19 @@ class GroupedKernel(Kernel):
 
     @cute.jit
     def copy_weights(self, shared: Uint32, weights: Int64, units: Int64, num_items: Int32):
-        """The copying warp: lane n copies row tile n of the item."""
+        """The copying warp: one lane starts the copies of all row tiles of an item."""
         block, _, _ = cute.arch.block_idx()
-        lane = cute.arch.lane_idx()
         policy = ptx.evict_first_policy()
-        stage = Int32(0)
+        stage, slot = Int32(0), Int32(0)
         for item in cutlass.range(block, num_items, self.num_blocks):
-            expert, _, _ = self.record(units, item)
+            expert, place, count = self.record(units, item)
+            if cutlass.const_expr(not self.down):
+                self.keep_place(self.unit_of(shared, slot), place, count)
+                slot = self.next_unit(slot)
             first, tiles = self.part_tiles(item)
-            tile = Int64(expert) * self.num_tiles + first + lane
-            source = weights + tile * self.tile_bytes
+            # What is known to be the same for all lanes needs no loop over them at every copy.
+            tile = cute.arch.make_warp_uniform(expert * self.num_tiles + first)
+            source = weights + Int64(tile) * self.tile_bytes
             whole = self.chunks // GROUP_CHUNKS
             for _ in cutlass.range(whole):
                 self.copy_group(shared, source, tiles, stage, GROUP_CHUNKS, policy)
@@ -302,12 +309,18 @@ class GroupedKernel(Kernel):
         slot = self.wait_empty(shared, stage)
         full = self.full(shared, slot)
         num_bytes = size * CHUNK_BYTES
+        target = self.slot(shared, slot) + Uint32(self.weights_offset)
         if lane == 0:
             ptx.barrier_expect(full, tiles * num_bytes)
-        cute.arch.sync_warp()
-        if lane < tiles:
-            target = self.slot(shared, slot) + Uint32(self.weights_offset + lane * num_bytes)
-            ptx.bulk_copy(target, source, Int32(num_bytes), full, policy)
+            for tile in cutlass.range_constexpr(self.compute_warps):
+                if tile < tiles:
+                    ptx.bulk_copy(
+                        target + Uint32(tile * num_bytes),
+                        source + tile * self.tile_bytes,
+                        Int32(num_bytes),
+                        full,
+                        policy,
+                    )
 
     @cute.jit
     def wait_empty(self, shared, stage) -> Int32:
@@ -323,29 +336,28 @@ class GroupedKernel(Kernel):
         first_row, piece = self.gather_place()
         steps = -(-self.widths[-1] // _GATHER_ROWS)
         offsets = cute.make_rmem_tensor((steps,), Int32)
-        stage, routes = Int32(0), Int32(0)
+        ring = cute.make_rmem_tensor((3,), Int32)  # slot, parity, whether the last is unannounced
+        for index in cutlass.range_constexpr(3):
+            ring[index] = Int32(0)
+        slot = Int32(0)
         for item in cutlass.range(block, num_items, self.num_blocks):
             _, first, count = self.record(units, item)
             for step in cutlass.range_constexpr(steps):
                 row = first_row + step * _GATHER_ROWS
                 offsets[step] = self.row_offset(order, first, row, count)
                 if cutlass.const_expr(self.down):
-                    self.keep_route(self.routes_of(shared, routes), order, first, row, count)
-            routes = self.next_routes(routes)
+                    self.keep_route(self.unit_of(shared, slot), order, first, row, count)
+            if cutlass.const_expr(self.down):
+                slot = self.next_unit(slot)
             source = rows + Int64(piece * 16)
             whole = self.chunks // GROUP_CHUNKS
             for _ in cutlass.range(whole):
-                self.gather_group(shared, source, offsets, stage, GROUP_CHUNKS)
+                self.gather_group(shared, source, offsets, ring, GROUP_CHUNKS)
                 source += GROUP_CHUNKS * wgmma.ROW_BYTES
-                stage += 1
             for size in self.groups[whole:]:
-                self.gather_group(shared, source, offsets, stage, size)
+                self.gather_group(shared, source, offsets, ring, size)
                 source += size * wgmma.ROW_BYTES
-                stage += 1
-        for left in cutlass.range_constexpr(LAG):
-            wgmma.wait_copies(LAG - 1 - left)
-            if stage >= LAG - left:
-                self.announce(shared, stage - (LAG - left))
+        self.announce_previous(shared, ring, 0)
 
     @cute.jit
     def keep_route(self, routes: Uint32, order, first, row, count):
@@ -357,15 +369,22 @@ class GroupedKernel(Kernel):
                 route = ptx.load_global(order + Int64(first + row) * 4)
             ptx.store_shared(routes + Uint32(row * 4), route)
 
-    def routes_of(self, shared, slot):
-        """Where the routes of an item's columns are."""
-        return shared + Uint32(self.routes_offset + slot * (4 * self.widths[-1]))
+    @cute.jit
+    def keep_place(self, unit: Uint32, first, count):
+        """Keeps a unit's first place and number of routes for the compute warps."""
+        if cute.arch.lane_idx() == 0:
+            ptx.store_shared(unit, first)
+            ptx.store_shared(unit + Uint32(4), count)
+
+    def unit_of(self, shared, slot):
+        """Where an item's unit is: the routes of its columns, or its place and routes."""
+        return shared + Uint32(self.units_offset + slot * self.unit_bytes)
 
     @cute.jit
-    def next_routes(self, slot: Int32) -> Int32:
-        """The slot of the next item's routes."""
+    def next_unit(self, slot: Int32) -> Int32:
+        """The slot of the next item's unit."""
         slot += 1
-        if slot == self.route_slots:
+        if slot == self.unit_slots:
             slot = Int32(0)
         return slot
 
@@ -387,9 +406,16 @@ class GroupedKernel(Kernel):
         return offset
 
     @cute.jit
-    def gather_group(self, shared, source: Int64, offsets, stage, size: cutlass.Constexpr):
-        """Starts the copies of a stage, as one group, and announces an earlier stage."""
-        tile = self.slot(shared, self.wait_empty(shared, stage))
+    def gather_group(self, shared, source: Int64, offsets, ring, size: cutlass.Constexpr):
+        """Starts the copies of a stage, as one group; announces the stage before.
+
+        At once if nothing can be started meanwhile, otherwise when its copies have had that time.
+        """
+        empty, parity = self.empty(shared, ring[0]), Uint32(ring[1] ^ 1)
+        if ptx.barrier_test(empty, parity) == Uint32(0):
+            self.announce_previous(shared, ring, 0)
+            ptx.barrier_wait(empty, parity)
+        tile = self.slot(shared, ring[0])
         first_row, piece = self.gather_place()
         for step in cutlass.range_constexpr(offsets.shape[0]):
             if offsets[step] >= 0:
@@ -401,14 +427,21 @@ class GroupedKernel(Kernel):
                         row + chunk * wgmma.ROW_BYTES,
                     )
         wgmma.commit_copies()
-        if stage >= LAG:
-            wgmma.wait_copies(LAG)
-            self.announce(shared, stage - LAG)
+        self.announce_previous(shared, ring, 1)
+        ring[2] = Int32(1)
+        self.advance(ring)
 
-    def announce(self, shared, stage):
-        """Says that a thread's part of a stage has landed."""
-        wgmma.show_to_matrix_unit()
-        ptx.barrier_arrive(self.full(shared, stage % self.stages))
+    @cute.jit
+    def announce_previous(self, shared, ring, pending: cutlass.Constexpr):
+        """Says that a thread's part of the stage before has landed, if it has not said so.
+
+        `pending` groups of copies were started after that stage's.
+        """
+        if ring[2] == 1:
+            wgmma.wait_copies(pending)
+            wgmma.show_to_matrix_unit()
+            ptx.barrier_arrive(self.full(shared, self.previous(ring)))
+            ring[2] = Int32(0)
 
     @cute.jit
     def compute(self, shared, units, out, warp):
@@ -418,21 +451,23 @@ class GroupedKernel(Kernel):
         matrix instructions of several widths in flight only if no loop holds two of them.
         """
         block, _, _ = cute.arch.block_idx()
-        ring = cute.make_rmem_tensor((3,), Int32)  # slot, parity of its phase, slot of the routes
+        ring = cute.make_rmem_tensor((3,), Int32)  # slot, parity of its phase, slot of the unit
         for index in cutlass.range_constexpr(3):
             ring[index] = Int32(0)
         item = block
+        next_end = self.end_of_class(units, 0)
         for index in cutlass.range_constexpr(len(self.widths)):
-            end = self.end_of_class(units, index)
+            end = next_end
+            if cutlass.const_expr(index + 1 < len(self.widths)):
+                next_end = self.end_of_class(units, index + 1)
             while item < end:
                 _, tiles = self.part_tiles(item)
                 if warp < tiles:
                     width = self.widths[-1 - index]
-                    self.compute_item(shared, ring, warp, width, (units, out, item))
+                    self.compute_item(shared, ring, warp, width, (out, item))
                 else:
                     self.skip_item(shared, ring)
-                if cutlass.const_expr(self.down):
-                    ring[2] = self.next_routes(ring[2])
+                ring[2] = self.next_unit(ring[2])
                 item += self.num_blocks
 
     def end_of_class(self, units, index):
@@ -459,7 +494,7 @@ class GroupedKernel(Kernel):
     def release(self, barrier: Uint32):
         """One arrival for the warp."""
         cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
+        if ptx.arrives(cute.arch.lane_idx()):
             ptx.barrier_arrive(barrier)
 
     @cute.jit
@@ -475,15 +510,20 @@ class GroupedKernel(Kernel):
             self.multiply_group(shared, ring, tile, group, self.groups[group], width, sums)
         wgmma.wait_groups(0)
         self.release_previous(shared, ring)
-        self.store_item(sums, tile, width, self.routes_of(shared, ring[2]), memory)
+        self.store_item(sums, tile, width, self.unit_of(shared, ring[2]), memory)
 
     @cute.jit
     def release_previous(self, shared, ring):
         """Releases the stage before the one in turn."""
+        self.release(self.empty(shared, self.previous(ring)))
+
+    @cute.jit
+    def previous(self, ring) -> Int32:
+        """The slot before the one in turn."""
         slot = ring[0] - 1
         if slot < 0:
             slot = Int32(self.stages - 1)
-        self.release(self.empty(shared, slot))
+        return slot
 
     @cute.jit
     def multiply_group(
@@ -532,15 +572,17 @@ class GroupedKernel(Kernel):
         self.advance(ring)
 
     @cute.jit
-    def store_item(self, sums, tile, width: cutlass.Constexpr, routes, memory):
+    def store_item(self, sums, tile, width: cutlass.Constexpr, unit, memory):
         """The warp's tile of an item, eight columns at a time."""
-        units, out, item = memory
-        _, first, count = self.record(units, item)
+        out, item = memory
+        first, count = Int32(0), Int32(width)
+        if cutlass.const_expr(not self.down):
+            first, count = [Int32(word) for word in ptx.load_shared_2(unit)]
         part, _ = self.part_tiles(item)
         for index in cutlass.range_constexpr(width // 8):
             eight = [sums[4 * index + value] for value in range(4)]
             if cutlass.const_expr(self.down):
-                self.store_rows(eight, routes + Uint32(32 * index), out, part + tile)
+                self.store_rows(eight, unit + Uint32(32 * index), out, part + tile)
             elif 8 * index < count:
                 self.store_hidden(eight, out, part + tile, 8 * index, first, count)
 
@@ -602,7 +644,7 @@ def _dequantize(words, scales, first_scales, first: cutlass.Constexpr, large, a:
     2^126 times a scale whose byte is 128 or more is past bfloat16, and takes a second multiply.
     """
     bytes_ = [2 * first + pair for pair in range(a.shape[0] // 8)]
-    factors = [ptx.power_pair(ptx.scale_byte(first_scales, byte)) for byte in bytes_]
+    factors = [ptx.power_of_byte(first_scales, byte) for byte in bytes_]
     for index, value in enumerate(_values(words, factors)):
         a[index] = value
     if large:

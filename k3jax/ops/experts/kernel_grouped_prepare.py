@@ -2,17 +2,21 @@
 
 Two launches, of which the second does its work while the first is still at its own.
 
-Sorting. The first block cuts each expert's routes evenly into units of at most `widths[-1]`, and
-lists them by descending width: the least of `widths` that holds them. Each of the others sorts 1024
-routes (token, slot): by expert, and in their own order within an expert. Every block counts the
-routes of each expert, and those before its own, so that none waits for another; its own are ranked
-within their warp and by running totals over the warps.
+Sorting. A cluster of eight blocks sorts routes (token, slot) by expert, and in their own order
+within an expert: a counting sort. A block has a contiguous eighth of the routes, each of its warps
+a contiguous part of that, a lane every 32nd: the warp ranks 32 routes at a time by ballots and
+counts its routes of each expert. Running totals over the warps, then over the blocks, whose totals
+all read from each other's shared memory, and over the experts turn ranks into places. The first
+block cuts each expert's routes evenly into units of at most `widths[-1]`, and lists them by
+descending width: the least of `widths` that holds them.
 
 Permuting. Tokens are copied with each 64 of K in the order of the packed weights: 16-byte piece q
 of the copy holds words q, 8 + q, 16 + q and 24 + q of the 32 that 64 elements are. A block that has
 copied waits for the end of the sorting launch, so that whoever waits for this one waits for both.
 
-No block waits for another of its launch, so the kernels cannot hang.
+Blocks of the cluster, which is resident as a whole, wait for each other: for their totals, and, at
+the end, until theirs have been read. No other block waits for one of its launch, so the kernels
+cannot hang.
 """
 
 from dataclasses import dataclass
@@ -23,12 +27,15 @@ from cutlass import Int32, Int64, Uint32, cute
 from k3jax.ops import kernel_ptx as ptx
 from k3jax.ops.experts import kernel_wgmma as wgmma
 from k3jax.ops.experts.kernel_grouped import NARROW, RECORD_BYTES, WIDE, header_bytes
-from k3jax.ops.experts.kernel_prepare import PrepareKernel, scan_block
+from k3jax.ops.experts.kernel_prepare import lanes_with, scan_block
 from k3jax.runtime.program import Kernel
 
+_BLOCKS = 8
+"""Blocks of the cluster that sorts: as many as every device with clusters takes."""
 _THREADS = 1024
-_LOADS = 8
-"""Routes whose ids a thread loads at once."""
+_WARPS = _THREADS // 32
+_PITCH = 2 * _WARPS + 16
+"""Bytes from the counts of an expert to the next one's, so that no bank is met twice."""
 _PERMUTE_THREADS = 256
 _PIECES = 4
 """16-byte pieces that a thread copies."""
@@ -69,22 +76,28 @@ class PermuteKernel(Kernel):
         cute.arch.griddepcontrol_launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
+        first = block * (_PIECES * self.threads) + thread
+        places = [self.place(first + step * self.threads) for step in range(_PIECES)]
+        # All loads first: each would wait for the store of the one before.
+        words = [self.load(z, cutlass.min(token, num_tokens - 1), at) for token, at in places]
         for step in cutlass.range_constexpr(_PIECES):
-            index = (block * _PIECES + step) * self.threads + thread
-            token, piece = index // (self.latent // 8), index % (self.latent // 8)
+            token, piece = places[step]
             if token < num_tokens:
-                self.permute(z, permuted, token, piece)
+                target = permuted + Int64(token) * (2 * self.latent) + Int64(piece * 16)
+                wgmma.store_piece(target, words[step])
                 if cutlass.const_expr(self.clears):
                     self.clear_dropped(ids, rows, token, piece)
         cute.arch.griddepcontrol_wait()
 
-    @cute.jit
-    def permute(self, z: Int64, permuted: Int64, token: Int32, piece: Int32):
+    def place(self, index):
+        """Token and piece of a copy."""
+        return index // (self.latent // 8), index % (self.latent // 8)
+
+    def load(self, z, token, piece):
         """One piece of a token's copy."""
-        token = Int64(token) * (2 * self.latent)
-        source = z + token + Int64(piece // 8 * wgmma.ROW_BYTES + piece % 8 * 4)
-        words = [ptx.load_global(source + 32 * word) for word in range(4)]
-        wgmma.store_piece(permuted + token + Int64(piece * 16), words)
+        source = z + Int64(token) * (2 * self.latent)
+        source += Int64(piece // 8 * wgmma.ROW_BYTES + piece % 8 * 4)
+        return [ptx.load_global(source + 32 * word) for word in range(4)]
 
     @cute.jit
     def clear_dropped(self, ids: Int64, rows: Int64, token: Int32, piece: Int32):
@@ -103,10 +116,12 @@ class SortKernel(Kernel):
     Attributes:
         num_experts: E, at most 1024; ids outside 0 .. E - 1 are dropped.
         widths: those of the products.
+        max_routes: most routes of a launch.
     """
 
     num_experts: int
     widths: tuple[int, ...]
+    max_routes: int
 
     parameters = (
         ("ids", "address"),
@@ -115,127 +130,206 @@ class SortKernel(Kernel):
         ("num_routes", "int32"),
     )
     threads = _THREADS
+    cluster = (_BLOCKS, 1, 1)
 
     @property
-    def sorter(self) -> PrepareKernel:
-        """The kernel whose ranking of routes this one shares."""
-        return PrepareKernel(self.num_experts, groups=True)
+    def groups(self) -> int:
+        """Clusters, which all count but share the placing."""
+        return min(self.rounds, _BLOCKS)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Blocks of a launch."""
+        return _BLOCKS * self.groups, 1, 1
+
+    @property
+    def rounds(self) -> int:
+        """Routes of a thread."""
+        return -(-self.max_routes // (_BLOCKS * _THREADS))
+
+    @property
+    def scans(self) -> int:
+        """Words that are summed over the experts: routes, and units of two widths in each."""
+        return 1 + -(-len(self.widths) // 2)
+
+    @property
+    def totals_offset(self) -> int:
+        """Shared memory of the block's routes of each expert, after the counts of each warp."""
+        return _PITCH * self.num_experts
+
+    @property
+    def starts_offset(self) -> int:
+        """Shared memory of the place of an expert's first route of the block."""
+        return self.totals_offset + 4 * self.num_experts
+
+    @property
+    def sums_offset(self) -> int:
+        """Shared memory of the sums over threads."""
+        return self.starts_offset + 4 * self.num_experts
 
     @property
     def shared_bytes(self) -> int:
-        """Counts of each warp and expert, of all routes, of earlier routes; totals of each warp."""
-        return 4 * ((_THREADS // 32 + 2) * self.num_experts + _THREADS // 32)
-
-    def grid(self, num_routes: int) -> tuple[int, int, int]:
-        """A block that lists, then blocks that sort."""
-        return 1 + -(-num_routes // _THREADS), 1, 1
+        """Everything."""
+        return self.sums_offset + 4 * _WARPS * self.scans
 
     @cute.kernel
     def device(self, ids: Int64, order: Int64, units: Int64, num_routes: Int32):
         """One block of the schedule above."""
         cute.arch.griddepcontrol_launch_dependents()
         block, _, _ = cute.arch.block_idx()
+        group, block = block // _BLOCKS, block % _BLOCKS
         thread, _, _ = cute.arch.thread_idx()
-        counts = Uint32(cute.arch.get_dyn_smem(Uint32, alignment=128).toint())
-        totals = counts + Uint32(4 * (_THREADS // 32) * self.num_experts)
-        for index in cutlass.range(thread, (_THREADS // 32 + 2) * self.num_experts, _THREADS):
-            ptx.store_shared(counts + Uint32(index * 4), Int32(0))
+        shared = Uint32(cute.arch.get_dyn_smem(Uint32, alignment=128).toint())
+        mine = shared + Uint32(thread * _PITCH)
+        totals = shared + Uint32(self.totals_offset + thread * 4)
+        starts = shared + Uint32(self.starts_offset)
+        warp, lane = thread // 32, thread % 32
+        first = (block * _WARPS + warp) * (32 * self.rounds) + lane
+        experts = [
+            self.expert_at(ids, first + 32 * turn, num_routes) for turn in range(self.rounds)
+        ]
+        for offset in cutlass.range(thread * 16, self.totals_offset, _THREADS * 16):
+            wgmma.clear_piece(shared + Uint32(offset))
         cute.arch.sync_threads()
-        if block == 0:
-            self.list_units(ids, units, totals, num_routes)
-        else:
-            self.sort(ids, order, counts, totals, (block - 1) * _THREADS, num_routes)
-
-    @cute.jit
-    def sort(self, ids: Int64, order: Int64, counts: Uint32, totals: Uint32, first, num_routes):
-        """Places a block's routes, from `first` on."""
-        thread, _, _ = cute.arch.thread_idx()
-        earlier = totals + Uint32(4 * self.num_experts)
-        self.count_routes(ids, totals, earlier, first, num_routes)
-        mine = counts + Uint32(thread // 32 * (4 * self.num_experts))
-        expert, rank = self.sorter.rank(ids, mine, first + thread, num_routes)
+        # Expert and rank share a word, for want of registers where routes are many.
+        routes = [expert | (self.rank(shared, expert) << 16) for expert in experts]
         cute.arch.sync_threads()
 
-        self.sorter.sum_counts(counts)
-        base, _ = scan_block(self.total(totals), earlier + Uint32(4 * self.num_experts))
         if thread < self.num_experts:
-            start = earlier + Uint32(thread * 4)
-            ptx.store_shared(start, ptx.load_shared(start) + base)
-        cute.arch.sync_threads()
-
-        if expert < self.num_experts:
-            start = ptx.load_shared(earlier + Uint32(expert * 4))
-            place = start + ptx.load_shared(mine + Uint32(expert * 4)) + rank
-            ptx.store_global(order + Int64(place) * 4, first + thread)
-
-    @cute.jit
-    def total(self, totals: Uint32) -> Int32:
-        """Routes of this thread's expert, if it has one."""
-        thread, _, _ = cute.arch.thread_idx()
-        total = Int32(0)
+            ptx.store_shared(totals, self.sum_counts(mine))
+        ptx.cluster_arrive()
+        ptx.cluster_wait()
+        total, earlier = self.sum_blocks(totals, block)
+        equal, size = self.cut(total)
+        counts = [total, *self.count_units(total, equal, size)]
+        before, wholes = scan_block(counts, shared + Uint32(self.sums_offset))
         if thread < self.num_experts:
-            total = ptx.load_shared(totals + Uint32(thread * 4))
-        return total
-
-    @cute.jit
-    def count_routes(self, ids, totals, earlier, first, num_routes):
-        """Counts routes of each expert: all, and those before `first`."""
-        thread, _, _ = cute.arch.thread_idx()
-        for start in cutlass.range(thread, num_routes, _LOADS * _THREADS):
-            # All loads first: each would wait for the counting of the one before.
-            experts = [
-                ptx.load_global(ids + Int64(cutlass.min(route, num_routes - 1)) * 4)
-                for route in _every_thread(start)
-            ]
-            for index, route in enumerate(_every_thread(start)):
-                expert = experts[index]
-                if (route < num_routes) & (Uint32(expert) < Uint32(self.num_experts)):
-                    wgmma.count_shared(totals + Uint32(expert * 4))
-                    if route < first:
-                        wgmma.count_shared(earlier + Uint32(expert * 4))
-
-    @cute.jit
-    def list_units(self, ids: Int64, units: Int64, totals: Uint32, num_routes: Int32):
-        """The table: a thread lists its expert's routes in even units of whole eights."""
-        thread, _, _ = cute.arch.thread_idx()
-        sums = totals + Uint32(4 * 2 * self.num_experts)
-        self.count_routes(ids, totals, totals, Int32(0), num_routes)
+            ptx.store_shared(starts + Uint32(thread * 4), before[0] + earlier)
+        # What was read of the other blocks has been used: nothing needs to be released.
+        ptx.cluster_arrive_relaxed()
         cute.arch.sync_threads()
-        total = self.total(totals)
-        base, _ = scan_block(total, sums)
-        widest = self.widths[-1]
-        equal = (total + widest - 1) // widest - 1
-        size = ((total + equal) // cutlass.max(equal + 1, 1) + 7) // 8 * 8
-        rest = total - cutlass.max(equal, 0) * size
+        for turn in cutlass.range_constexpr(self.rounds):
+            expert, rank = routes[turn] & 0xFFFF, routes[turn] >> 16
+            if (expert < self.num_experts) & (turn % self.groups == group):
+                place = ptx.load_shared(starts + Uint32(expert * 4)) + rank
+                place += Int32(ptx.load_shared_half(self.counter(shared, expert)))
+                ptx.store_global(order + Int64(place) * 4, first + 32 * turn)
+        if (group == 0) & (thread // (_THREADS // _BLOCKS) == block):
+            self.list_units(units, (total, equal, size), before, wholes)
+        # Others may still read this block's totals.
+        ptx.cluster_wait()
+
+    @cute.jit
+    def expert_at(self, ids: Int64, route: Int32, end: Int32) -> Int32:
+        """A route's expert, or `num_experts` where there is no route or its id is out of range."""
+        expert = Int32(self.num_experts)
+        if route < end:
+            expert = ptx.load_global(ids + Int64(route) * 4)
+            if Uint32(expert) >= Uint32(self.num_experts):
+                expert = Int32(self.num_experts)
+        return expert
+
+    def counter(self, shared, expert):
+        """Where this warp's routes of an expert are counted."""
+        thread, _, _ = cute.arch.thread_idx()
+        return shared + Uint32(expert * _PITCH + thread // 32 * 2)
+
+    @cute.jit
+    def rank(self, shared: Uint32, expert: Int32) -> Int32:
+        """How many routes of the warp before this lane's have its expert; counts them."""
+        lane = cute.arch.lane_idx()
+        counter, peers = self.counter(shared, expert), lanes_with(expert, self.num_experts)
+        below = peers & ((Uint32(1) << Uint32(lane)) - Uint32(1))
+        rank = Int32(cute.arch.popc(below))
+        counted = expert < self.num_experts
+        leads = counted & (below == Uint32(0))
+        if counted:
+            rank += Int32(ptx.load_shared_half(counter))
+        cute.arch.sync_warp()
+        if leads:
+            ptx.store_shared_half(counter, Uint32(rank + Int32(cute.arch.popc(peers))))
+        cute.arch.sync_warp()
+        return rank
+
+    @cute.jit
+    def sum_counts(self, mine: Uint32) -> Int32:
+        """Replaces an expert's counts by running totals over warps; returns the whole."""
+        total = Uint32(0)
+        pieces = [mine + Uint32(16 * piece) for piece in range(_WARPS // 8)]
+        counts = [ptx.load_shared_4(piece) for piece in pieces]
+        for piece, pairs in zip(pieces, counts, strict=True):
+            words = []
+            for pair in pairs:
+                words.append(total * Uint32(0x10001) + (pair << Uint32(16)))
+                total += (pair & Uint32(0xFFFF)) + (pair >> Uint32(16))
+            ptx.store_shared_4(piece, words)
+        return Int32(total)
+
+    @cute.jit
+    def sum_blocks(self, totals: Uint32, block: Int32):
+        """Routes of this thread's expert: all, and those of earlier blocks."""
+        thread, _, _ = cute.arch.thread_idx()
+        total, earlier = Int32(0), Int32(0)
+        if thread < self.num_experts:
+            # All loads first: each would wait for the sum of the one before.
+            every = [ptx.load_shared_of(totals, Int32(other)) for other in range(_BLOCKS)]
+            for other in cutlass.range_constexpr(_BLOCKS):
+                total += every[other]
+                earlier += every[other] * Int32(other < block)
+        return total, earlier
+
+    @cute.jit
+    def cut(self, total: Int32):
+        """How many equal units of whole eights come before an expert's last, and their size."""
+        units = cutlass.max((Uint32(total) + self.widths[-1] - 1) // self.widths[-1], 1)
+        size = ((Uint32(total) + units - 1) // units + 7) // 8 * 8
+        return Int32(units) - 1, Int32(size)
+
+    @cute.jit
+    def count_units(self, total: Int32, equal: Int32, size: Int32):
+        """An expert's units of each width, widest first, two widths a word."""
+        rest = total - equal * size
+        counts = [Int32(0)] * (self.scans - 1)
+        for index in cutlass.range_constexpr(len(self.widths)):
+            count = Int32(self.has_width(rest, index))
+            if self.has_width(size, index):
+                count += equal
+            counts[index // 2] = counts[index // 2] + (count << (index % 2 * 16))
+        return counts
+
+    def has_width(self, routes, index):
+        """Whether units of that many routes have the `index`-th widest width."""
+        width, less = self.widths[-1 - index], (0, *self.widths)[-2 - index]
+        return (routes > less) & (routes <= width)
+
+    @cute.jit
+    def list_units(self, units: Int64, expert, before, wholes):
+        """The table: a thread lists its expert's routes, `expert` as (total, equal, size)."""
+        thread, _, _ = cute.arch.thread_idx()
+        total, equal, size = expert
+        table = units + header_bytes(self.widths)
         listed = Int32(0)
         for index in cutlass.range_constexpr(len(self.widths)):
-            width = self.widths[-1 - index]
-            least = (0, *self.widths)[-2 - index]
-            equals = Int32(0)
-            if (equal > 0) & (size > least) & (size <= width):
-                equals = equal
-            last = Int32((rest > least) & (rest <= width))
-            before, of_width = scan_block(equals + last, sums)
-            record = units + header_bytes(self.widths) + Int64(listed + before) * RECORD_BYTES
-            for unit in cutlass.range(equals):
-                words = (thread, base + unit * size, size, Int32(0))
-                wgmma.store_piece(record + Int64(unit * RECORD_BYTES), words)
-            if last == 1:
-                words = (thread, base + (total - rest), rest, Int32(0))
-                wgmma.store_piece(record + Int64(equals * RECORD_BYTES), words)
-            listed += of_width
+            word, shift = 1 + index // 2, index % 2 * 16
+            record = table + Int64(listed + (before[word] >> shift & 0xFFFF)) * RECORD_BYTES
+            if self.has_width(size, index):
+                for unit in cutlass.range(equal):
+                    words = (thread, before[0] + unit * size, size, Int32(0))
+                    wgmma.store_piece(record, words)
+                    record += RECORD_BYTES
+            rest = total - equal * size
+            if self.has_width(rest, index):
+                wgmma.store_piece(record, (thread, before[0] + equal * size, rest, Int32(0)))
+            listed += wholes[word] >> shift & 0xFFFF
             if thread == 0:
                 ptx.store_global(units + 4 * index, listed)
 
 
-def _every_thread(start):
-    """A thread's next routes."""
-    return [start + step * _THREADS for step in range(_LOADS)]
-
-
 REPRESENTATIVES = {
-    f"grouped, sort routes, {name}": SortKernel(num_experts=896, widths=shape.widths)
-    for name, shape in (("narrow", NARROW), ("wide", WIDE))
+    f"grouped, sort routes, {name}": SortKernel(
+        num_experts=896, widths=shape.widths, max_routes=routes
+    )
+    for name, shape, routes in (("narrow", NARROW, 8192), ("wide", WIDE, 131072))
 } | {
     f"grouped, permute tokens for the {result}": PermuteKernel(
         num_experts=896, latent=3584, top_k=16, clears=clears

@@ -129,7 +129,7 @@ class PrepareKernel(Kernel):
         cute.arch.sync_threads()
 
         own_units = (self.sum_counts(counts) + UNIT - 1) // UNIT
-        base, num_units = scan_block(own_units, totals)
+        (base,), (num_units,) = scan_block([own_units], totals)
         if thread < self.num_experts:
             ptx.store_shared(bases + Uint32(thread * 4), base)
         cute.arch.sync_threads()
@@ -177,19 +177,9 @@ class PrepareKernel(Kernel):
         return expert
 
     @cute.jit
-    def rank(self, ids: Int64, counts: Uint32, route: Int32, end: Int32):
-        """Expert of this lane's route, and its place among the expert's; counts it."""
-        expert = self.expert_at(ids, route, end)
-        return expert, self.rank_among(expert, counts)
-
-    @cute.jit
     def rank_among(self, expert: Int32, counts: Uint32) -> Int32:
         """How many routes of the warp before this lane's have its expert; counts them."""
-        peers = Uint32(0xFFFFFFFF)
-        for bit in cutlass.range_constexpr(self.num_experts.bit_length()):
-            here = (expert >> bit) & 1
-            ballot = Uint32(cute.arch.vote_ballot_sync(here != 0))
-            peers = peers & (ballot ^ Uint32(here - 1))
+        peers = lanes_with(expert, self.num_experts)
         lane = cute.arch.lane_idx()
         before = Int32(cute.arch.popc(peers & ((Uint32(1) << Uint32(lane)) - Uint32(1))))
         rank = before
@@ -219,26 +209,46 @@ class PrepareKernel(Kernel):
 
 
 @cute.jit
-def scan_block(value: Int32, totals: Uint32):
-    """Sum of `value` over the threads before this one, and over all 1024 of the block.
+def lanes_with(number: Int32, most: cutlass.Constexpr) -> Uint32:
+    """The lanes of the warp that hold this lane's number, 0 to `most`: a bit each.
+
+    By a ballot a bit of the number; `match` takes several times as long where lanes differ.
+    """
+    lanes = Uint32(0xFFFFFFFF)
+    for bit in cutlass.range_constexpr(most.bit_length()):
+        here = (number >> bit) & 1
+        ballot = Uint32(cute.arch.vote_ballot_sync(here != 0))
+        lanes = lanes & (ballot ^ Uint32(here - 1))
+    return lanes
+
+
+@cute.jit
+def scan_block(values, totals: Uint32):
+    """Sums of each of `values` over the threads before this one, and over all 1024 of the block.
 
     Args:
-        value: of this thread.
-        totals: 128 bytes of shared memory, which the next scan may use too.
+        values: words of this thread.
+        totals: 128 bytes of shared memory for each, which the next scan may use too.
     """
     thread, _, _ = cute.arch.thread_idx()
     warp, lane = thread // 32, thread % 32
-    running = _scan_warp(value)
+    running = [_scan_warp(value) for value in values]
+    slots = [totals + Uint32(128 * index) for index in range(len(values))]
     cute.arch.sync_threads()
     if lane == 31:
-        ptx.store_shared(totals + Uint32(warp * 4), running)
+        for index in cutlass.range_constexpr(len(values)):
+            ptx.store_shared(slots[index] + Uint32(warp * 4), running[index])
     cute.arch.sync_threads()
-    of_warps = _scan_warp(ptx.load_shared(totals + Uint32(lane * 4)))
-    whole = cute.arch.shuffle_sync(of_warps, 31)
-    before = cute.arch.shuffle_sync(of_warps, (warp + 31) % 32)
-    if warp == 0:
-        before = Int32(0)
-    return before + running - value, whole
+    if warp < len(values):
+        of_warp = totals + Uint32(thread * 4)
+        ptx.store_shared(of_warp, _scan_warp(ptx.load_shared(of_warp)))
+    cute.arch.sync_threads()
+    wholes = [ptx.load_shared(slot + Uint32(124)) for slot in slots]
+    before = [sums - value for sums, value in zip(running, values, strict=True)]
+    if warp > 0:
+        for index in cutlass.range_constexpr(len(values)):
+            before[index] += ptx.load_shared(slots[index] + Uint32(warp * 4 - 4))
+    return before, wholes
 
 
 @cute.jit

@@ -26,7 +26,8 @@ def tile_descriptor(address: Uint32) -> Uint64:
 
 def swizzled_piece(row, piece):
     """Offset of a 16-byte piece of a row in its tile."""
-    return row * ROW_BYTES + ((piece ^ (row % PIECES)) * 16)
+    # A row is not negative, which the compiler does not know: a remainder would allow for it.
+    return row * ROW_BYTES + ((piece ^ (row & (PIECES - 1))) * 16)
 
 
 @dsl_user_op
