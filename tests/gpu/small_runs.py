@@ -99,6 +99,7 @@ CASES: dict[str, Callable[[Target], Iterator[Case]]] = {
     "grouped": functools.partial(experts, grouped.grouped_program, (70,)),
     "handover": lambda target: example(handover.handover_program(32)),
     "handover by one lane": lambda target: example(handover.handover_program(1)),
+    "early handover": lambda target: example(handover.handover_program(32, early=True)),
     "ring": lambda target: example(small.ring_program(3, 9, 3)),
     "overrun": lambda target: example(small.scale_program(1024, 3.0, "one too many")),
     "race": lambda target: example(small.sum_program(4, "missing barrier")),

@@ -56,7 +56,12 @@ def test_no_race_with_every_lane_arriving():
 
 @pytest.mark.parametrize(
     ("tool", "name"),
-    [("memcheck", "overrun"), ("racecheck", "race"), ("racecheck", "handover by one lane")],
+    [
+        ("memcheck", "overrun"),
+        ("racecheck", "race"),
+        ("racecheck", "early handover"),
+        ("racecheck", "handover by one lane"),
+    ],
 )
 def test_what_the_tool_reports(tool, name):
     """Planted faults; and a right handover, in which one lane arrives at a barrier for its warp.
