@@ -115,7 +115,9 @@ def test_grouped_experts(num_tokens, experts):
     assert oracle.relative_error(run.results[0], want) < ONE_OP
 
 
-@pytest.mark.parametrize(("build", "num_tokens"), [(few.few_program, 2)])
+@pytest.mark.parametrize(
+    ("build", "num_tokens"), [(few.few_program, 2), (grouped.grouped_program, 40)]
+)
 def test_experts_with_every_lane_arriving(build, num_tokens, experts, monkeypatch, tmp_path):
     """The builds that tests/gpu/test_sanitizer.py checks for races."""
     packed, _ = experts

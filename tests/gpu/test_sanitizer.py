@@ -47,9 +47,10 @@ def test_no_race(name):
     assert "RACECHECK SUMMARY: 0 hazards displayed" in done.stdout
 
 
-def test_no_race_with_every_lane_arriving():
+@pytest.mark.parametrize("name", ["few", "grouped"])
+def test_no_race_with_every_lane_arriving(name):
     """Expert kernels, built as racecheck can follow them; else they are the same."""
-    done = sanitize("racecheck", "few", "32")
+    done = sanitize("racecheck", name, "32")
     assert done.returncode == 0, done.stdout[-4000:]
     assert "RACECHECK SUMMARY: 0 hazards displayed" in done.stdout
 
