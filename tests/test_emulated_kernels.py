@@ -116,7 +116,8 @@ def test_grouped_experts(num_tokens, experts):
 
 
 @pytest.mark.parametrize(
-    ("build", "num_tokens"), [(few.few_program, 2), (grouped.grouped_program, 40)]
+    ("build", "num_tokens"),
+    [(few.few_program, 2), (decode.decode_program, 5), (grouped.grouped_program, 40)],
 )
 def test_experts_with_every_lane_arriving(build, num_tokens, experts, monkeypatch, tmp_path):
     """The builds that tests/gpu/test_sanitizer.py checks for races."""

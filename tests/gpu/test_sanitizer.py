@@ -47,7 +47,7 @@ def test_no_race(name):
     assert "RACECHECK SUMMARY: 0 hazards displayed" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["few", "grouped"])
+@pytest.mark.parametrize("name", ["few", "decode", "grouped"])
 def test_no_race_with_every_lane_arriving(name):
     """Expert kernels, built as racecheck can follow them; else they are the same."""
     done = sanitize("racecheck", name, "32")

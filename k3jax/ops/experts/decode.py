@@ -1,7 +1,7 @@
 """The routed experts as one custom call of CuTe kernels: what they support, and the program.
 
-Launches: the scratch is prepared (and routes grouped, past 128 of them); the persistent kernel. Or,
-for a single token, gate/up and down side by side (`few`).
+One launch, the persistent kernel; past 128 routes another before it, which groups them and prepares
+scratch. Or, for a single token, gate/up and down side by side (`few`).
 """
 
 import jax
@@ -12,7 +12,7 @@ from k3jax.ops.experts.few import few_program
 from k3jax.ops.experts.operands import program_operands
 from k3jax.ops.experts.packing import CHUNK, GROUP_SIZE, order_refusal
 from k3jax.runtime.buckets import token_bucket
-from k3jax.runtime.program import ArraySpec, Launch, Operand, Program, Result
+from k3jax.runtime.program import ArraySpec, Kept, KeptSpec, Launch, Operand, Program, Result
 from k3jax.runtime.target import Target
 
 MAX_TOKENS = 256
@@ -83,47 +83,51 @@ def decode_program(
 
 def _program(config, num_tokens, tp, target, weighted) -> Program:
     # Kernel modules import the CuTe DSL, which only whoever builds a program needs.
-    from k3jax.ops.experts.kernel_prepare import PrepareKernel
-    from k3jax.ops.experts.kernel_units import table_bytes
+    from k3jax.ops.experts.kernel_decode import NOT_WRITTEN
 
-    E, K, L = config.num_experts, config.experts_per_token, config.latent_size
     inner = config.expert_intermediate_size // tp
-    routes = num_tokens * K
     main = _main_kernel(config, num_tokens, inner, target, weighted)
-    prepare = PrepareKernel(E, not main.groups_itself, max_routes=token_bucket(num_tokens) * K)
-
     bfloat16 = np.dtype(jax.numpy.bfloat16)
-    int32 = np.dtype(np.int32)
-    rows = ArraySpec((num_tokens, K, L), bfloat16)
-    out = ArraySpec((num_tokens, L), bfloat16) if weighted else rows
-    hidden = ArraySpec((routes, inner), bfloat16)
-    units = ArraySpec((table_bytes(E, routes) // 4,), int32)
-    through_memory = weighted and not main.keeps_rows
-    results = [out, hidden, units, *([rows] if through_memory else [])]
-    operands = program_operands(config, num_tokens, tp)
+    rows = ArraySpec((num_tokens, config.experts_per_token, config.latent_size), bfloat16)
+    out = ArraySpec((num_tokens, config.latent_size), bfloat16) if weighted else rows
+    results = [out, rows] if weighted and not main.keeps_rows else [out]
+    target_rows = Result(len(results) - 1)
+    launches, kept = [], []
+    if main.groups_itself:
+        hidden = units = Kept(0)
+        kept.append(KeptSpec(main.kept_bytes(num_tokens), NOT_WRITTEN))
+    else:
+        hidden, units = Result(len(results)), Result(len(results) + 1)
+        launch, scratch = _prepare(config, num_tokens, inner, hidden, units)
+        launches.append(launch)
+        results += scratch
     z, ids, weights, gate_up, down = map(Operand, range(5))
-    target_rows = Result(3 if through_memory else 0)
-    addresses = (z, ids, weights, gate_up, down, Result(1), Result(2), target_rows, Result(0))
-    launches = (
-        Launch(
-            prepare,
-            prepare.grid(hidden.num_bytes),
-            (ids, Result(1), Result(2), routes, hidden.num_bytes),
-        ),
-        Launch(
-            main,
-            main.grid,
-            (*addresses, num_tokens),
-            overlaps_previous=True,
-        ),
+    places = (z, ids, weights, gate_up, down, hidden, units, target_rows, Result(0))
+    launches.append(
+        Launch(main, main.grid, (*places, num_tokens), overlaps_previous=bool(launches))
     )
     return Program(
         f"experts_decode_{num_tokens}",
-        launches,
-        operands,
+        tuple(launches),
+        program_operands(config, num_tokens, tp),
         tuple(results),
         num_scratch=len(results) - 1,
+        kept=tuple(kept),
     )
+
+
+def _prepare(config, num_tokens, inner, hidden, units):
+    """The launch that fills `hidden` and `units`, and what these are."""
+    from k3jax.ops.experts.kernel_prepare import PrepareKernel
+    from k3jax.ops.experts.kernel_units import table_bytes
+
+    E, K = config.num_experts, config.experts_per_token
+    routes = num_tokens * K
+    kernel = PrepareKernel(E, max_routes=token_bucket(num_tokens) * K)
+    values = ArraySpec((routes, inner), np.dtype(jax.numpy.bfloat16))
+    table = ArraySpec((table_bytes(E, routes) // 4,), np.dtype(np.int32))
+    arguments = (Operand(1), hidden, units, routes, values.num_bytes)
+    return Launch(kernel, kernel.grid(values.num_bytes), arguments), [values, table]
 
 
 def _main_kernel(config, num_tokens, inner, target, weighted):
@@ -137,7 +141,7 @@ def _main_kernel(config, num_tokens, inner, target, weighted):
         latent=config.latent_size,
         inner=inner,
         top_k=config.experts_per_token,
-        max_tokens=token_bucket(num_tokens),
+        max_tokens=token_bucket(num_tokens, smallest=1),
         num_blocks=target.num_sms,
         stages=0,
         beta=config.situ_beta,
@@ -145,10 +149,10 @@ def _main_kernel(config, num_tokens, inner, target, weighted):
         weighted=weighted,
         keeps_rows=weighted and num_tokens <= MAX_SUMMED_TOKENS,
     )
-    stages = (target.shared_bytes - kernel.ring_offset) // kernel.slot_bytes
+    stages = min((target.shared_bytes - kernel.ring_offset) // kernel.slot_bytes, MAX_STAGES)
     if stages < MIN_STAGES:
         raise NotImplementedError(
             f"experts='decode': a ring of {MIN_STAGES} slots of {kernel.slot_bytes} bytes does not "
             f"fit {target.shared_bytes} bytes of shared memory; use experts='xla'"
         )
-    return replace(kernel, stages=min(stages, MAX_STAGES))
+    return replace(kernel, stages=stages)

@@ -1,8 +1,10 @@
 """A chunk of packed weights, 16 rows x 64 k, in front of `mma.sync`."""
 
-from cutlass import cute
+import cutlass
+from cutlass import Int32, Uint32, cute
 
 from k3jax.ops import kernel_ptx as ptx
+from k3jax.ops.experts.packing import ELEMENT_BYTES
 
 
 def zeros(size, kind):
@@ -30,3 +32,52 @@ def multiply_chunk(words, factors, scales, columns, first, sums, chunk):
         done = ptx.multiply_add(a, b, [sums[chain + value] for value in range(4)])
         for value in range(4):
             sums[chain + value] = done[value]
+
+
+def multiply_group(group, columns, first, sums, chunks):
+    """sums += group of weights times columns[first:], two chains of instructions."""
+    lane = cute.arch.lane_idx()
+    elements = group + Uint32(lane * 16)
+    scales = ptx.load_scales(
+        group + Uint32(chunks * ELEMENT_BYTES) + Uint32(lane // 2 * (2 * chunks)), chunks
+    )
+    words = []
+    for chunk in range(chunks):
+        words += ptx.load_shared_4(elements + Uint32(chunk * ELEMENT_BYTES))
+    every = scales[0]
+    for word in scales[1:]:
+        every = every | word
+    large = ptx.any_lane(every & Uint32(0x80808080))
+    _multiply(words, elements, scales, columns, first, sums, chunks, large)
+
+
+@cute.jit
+def _multiply(
+    words,
+    elements: Uint32,
+    scales,
+    columns: cute.Tensor,
+    first: cutlass.Constexpr,
+    sums: cute.Tensor,
+    chunks: cutlass.Constexpr,
+    large: Int32,
+):
+    """The group's matrix instructions; `large` is 1 if some scale byte is 128 or more, else 0.
+
+    2^126 times such a scale is past bfloat16, so it takes a second multiply. That path is a loop of
+    `large` rounds over volatile loads: as a branch, the compiler would predicate it or hoist what
+    both paths share, and every group would pay for it.
+    """
+    for _ in cutlass.range(large, unroll=1):
+        for chunk in cutlass.range_constexpr(chunks):
+            factors = [
+                ptx.scale_value(ptx.scale_byte(scales, 2 * chunk + pair)) for pair in range(2)
+            ]
+            again = ptx.load_shared_volatile_4(elements + Uint32(chunk * ELEMENT_BYTES))
+            multiply_chunk(again, [Uint32(ptx.ONES)] * 2, factors, columns, first, sums, chunk)
+    if large == 0:
+        for chunk in cutlass.range_constexpr(chunks):
+            factors = [ptx.power_of_byte(scales, 2 * chunk + pair) for pair in range(2)]
+            multiply_chunk(
+                words[4 * chunk : 4 * chunk + 4], factors, None, columns, first, sums, chunk
+            )

@@ -22,17 +22,25 @@ the hidden values to global memory. That all sums of a tile are there also says 
 has been read: the service warp refills it. Sums of a route depend on nothing but its token and
 expert.
 
-Down. A warp takes jobs of a unit's one or two row tiles (K is short): it loads the hidden values of
-the unit's routes straight into registers as operand B. They may still be on their way from another
-block: the launch before this one fills them with words 0xFFFFFFFF, which no rounded pair of bf16
-can be, and the warp loads again until none is left. Since a block holds its rows of all units, it
-also holds all slots of each token for these rows, and adds them in slot order: in shared memory,
-or where they do not fit, out of global memory after a barrier of the block.
+Down. All warps take jobs of a unit's one or two row tiles (K is short), but for the first service
+warp as long as it has slots to refill: at one token that is never, and 16 units have 16 warps. A
+warp loads the hidden values of the unit's routes straight into registers as operand B. They may
+still be on their way from another block: they were words 0xFFFFFFFF before, which no rounded pair
+of bf16 can be, and the warp loads again until none is left. Since a block holds its rows of all
+units, it also holds all slots of each token for these rows, and adds them in slot order: in shared
+memory, or where they do not fit, out of global memory after a barrier of the block.
 
-Why it cannot hang. A ring slot is refilled once every compute warp has read it, and all warps take
-the same sequence of slots. Gate/up of a block waits for nothing outside the block. Down waits
-only for gate/up of this grid's blocks, which are all resident at once: one block a multiprocessor,
-no more blocks than multiprocessors (a kernel that shares the device delays a block, but ends).
+Not written. Where routes are many, the launch before fills the hidden values with these words. Up
+to 128 routes there is none: the program keeps memory for the hidden values of two runs. A run takes
+the place that the run before left, and fills the other, whose values nobody reads any more, for the
+run after. Which is which, each block counts for itself in a word of that memory; since every run is
+over before the next begins, all blocks agree.
+
+Why it cannot hang. A ring slot is refilled once every warp that reads it has: the compute warps a
+gate/up tile, all warps but the refilling one a slot of down. They take the same sequence of slots.
+Gate/up of a block waits for nothing outside the block. Down waits only for gate/up of this grid's
+blocks, which are all resident at once: one block a multiprocessor, no more blocks than
+multiprocessors (a kernel that shares the device delays a block, but ends).
 """
 
 from dataclasses import dataclass
@@ -41,21 +49,20 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from k3jax.ops import kernel_ptx as ptx
-from k3jax.ops.experts.kernel_chunks import multiply_chunk, zeros
+from k3jax.ops.experts.kernel_chunks import multiply_group, zeros
 from k3jax.ops.experts.kernel_units import (
     BLOCK_TABLE_BYTES,
     GAINS_OFFSET,
     MAX_BLOCK_ROUTES,
     ROUTES_OFFSET,
     UNIT,
+    count_units,
     group_block,
     record_offset,
-    scratch_bytes,
 )
 from k3jax.ops.experts.packing import (
     CHUNK,
     CHUNK_BYTES,
-    ELEMENT_BYTES,
     GROUP_CHUNKS,
     GROUP_SIZE,
     NEURONS,
@@ -80,6 +87,9 @@ _CUT_BITS = 20
 @dataclass(frozen=True)
 class DecodeKernel(Kernel):
     """sum over slots of weights[t, s] * expert(z[t], ids[t, s]), or the unweighted rows.
+
+    `hidden` is kept memory of `kept_bytes` if the kernel groups by itself, else scratch that an
+    earlier launch has filled.
 
     Attributes:
         num_experts: E; ids outside 0 .. E - 1 are dropped.
@@ -207,9 +217,8 @@ class DecodeKernel(Kernel):
 
     @property
     def shared_bytes(self) -> int:
-        """Everything; grouping works in the ring before it is used."""
-        scratch = scratch_bytes(self.num_experts) if self.groups_itself else 0
-        return self.ring_offset + max(self.stages * self.slot_bytes, scratch)
+        """Everything."""
+        return self.ring_offset + self.stages * self.slot_bytes
 
     @cute.kernel
     def device(
@@ -229,25 +238,29 @@ class DecodeKernel(Kernel):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
-        shared = Uint32(cute.arch.get_dyn_smem(Uint32, alignment=128).toint())
+        shared = ptx.kept(Uint32(cute.arch.get_dyn_smem(Uint32, alignment=128).toint()))
         cute.arch.griddepcontrol_launch_dependents()
-        if thread == 0:
+        if thread == 32 * (self.warps + 1):
             self.init_barriers(shared)
-        num_units = Int32(0)
+        num_units, run = Int32(0), Int32(0)
+        place_bytes = num_tokens * (self.top_k * self.inner * 2)
         if cutlass.const_expr(self.groups_itself):
-            num_units = group_block(
-                shared + Uint32(HEADER_BYTES),
-                shared + Uint32(self.ring_offset),
-                ids,
-                weights,
-                num_tokens * self.top_k,
-                self.num_experts,
-                self.threads,
-            )
+            runs = hidden + (2 * place_bytes + block * 4)
+            run = ptx.load_global(runs)
+            most = self.max_tokens * self.top_k
+            table = shared + Uint32(HEADER_BYTES)
+            group_block(table, ids, weights, num_tokens * self.top_k, self.num_experts, most)
         else:
             cute.arch.griddepcontrol_wait()
             num_units = ptx.load_global(units)
         cute.arch.sync_threads()
+        spare = hidden
+        if cutlass.const_expr(self.groups_itself):
+            num_units = count_units(table, most)
+            if thread == 0:
+                ptx.store_global(runs, Uint32(run + 1))
+            spare = hidden + Int64((1 - (run & 1)) * place_bytes)
+            hidden = hidden + Int64((run & 1) * place_bytes)
 
         first_row = self.first_row(block)
         num_rows = self.first_row(block + 1) - first_row
@@ -256,18 +269,15 @@ class DecodeKernel(Kernel):
         jobs = num_units if self.whole_jobs else num_units * num_rows
         if num_rows == 0:
             jobs = Int32(0)
+        share = (begin, tiles, first_row, num_rows, jobs)
         if warp >= self.warps:
-            self.serve(
-                shared,
-                units,
-                (gate_up, down, hidden),
-                (begin, tiles, first_row, num_rows, jobs),
-                warp - self.warps,
-            )
+            copies = (units, gate_up, down, share, ptx.evict_first_policy())
+            self.serve(shared, copies, hidden, warp - self.warps)
         else:
-            slot, phase = self.gate_up(shared, units, z, begin, tiles, warp)
-            share = (first_row, num_rows, jobs)
-            self.down(shared, units, hidden, rows, share, slot, phase, warp)
+            if cutlass.const_expr(self.groups_itself):
+                self.clear(spare, place_bytes)
+            self.gate_up(shared, units, z, begin, tiles, warp)
+        self.down(shared, units, hidden, rows, share, warp)
         if cutlass.const_expr(self.keeps_rows):
             cute.arch.sync_threads()
             self.combine(shared, ids, weights, out, first_row, num_rows, num_tokens)
@@ -277,15 +287,28 @@ class DecodeKernel(Kernel):
         else:
             self.clear_dropped(ids, rows, first_row, num_rows, num_tokens)
 
+    def kept_bytes(self, num_tokens: int) -> int:
+        """What a program of so many tokens keeps: hidden values twice, runs of each block."""
+        return 2 * num_tokens * self.top_k * self.inner * 2 + 4 * self.num_blocks
+
+    @cute.jit
+    def clear(self, spare: Int64, num_bytes: Int32):
+        """The compute warps: marks a block's share of hidden values as not written."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        first, step = thread * self.num_blocks + block, self.num_blocks * 32 * self.warps
+        for piece in cutlass.range(first, num_bytes // 16, step, unroll=1):
+            ptx.store_global_4(spare + Int64(piece) * 16, Uint32(NOT_WRITTEN))
+
     @cute.jit
     def init_barriers(self, shared: Uint32):
         """Ring slots full and empty, then partial sums full and empty."""
         for slot in cutlass.range_constexpr(self.stages):
             ptx.barrier_init(self.full(shared, slot), 1)
-            ptx.barrier_init(self.empty(shared, slot), self.warps)
+            ptx.barrier_init_warps(self.empty(shared, slot), self.warps + 1)
         for buffer in cutlass.range_constexpr(2):
-            ptx.barrier_init(self.summed(shared, buffer), self.warps)
-            ptx.barrier_init(self.drained(shared, buffer), 1)
+            ptx.barrier_init_warps(self.summed(shared, buffer), self.warps)
+            ptx.barrier_init_warps(self.drained(shared, buffer), 1)
         cute.arch.mbarrier_init_fence()
 
     def full(self, shared, slot):
@@ -293,7 +316,7 @@ class DecodeKernel(Kernel):
         return shared + Uint32(slot * 8)
 
     def empty(self, shared, slot):
-        """Barrier: every compute warp has read the slot."""
+        """Barrier: every warp but the refilling one has read the slot."""
         return shared + Uint32((self.stages + slot) * 8)
 
     def summed(self, shared, buffer):
@@ -367,84 +390,104 @@ class DecodeKernel(Kernel):
         return route
 
     @cute.jit
-    def serve(self, shared, units, memory, share, buffer):
+    def serve(self, shared, copies, hidden, server):
         """A service warp: SiTU of every other gate/up tile, and the block's weight copies.
 
         Whoever finds the sums of tile i complete knows that its ring slot has been read, and starts
         the copy of stage i + stages into it. Stages past these are down stages, refilled by the
         first service warp.
         """
-        gate_up, down, hidden = memory
-        begin, tiles, _, num_rows, jobs = share
+        units, _, _, share, _ = copies
+        begin, tiles, _, _, _ = share
         lane = cute.arch.lane_idx()
-        policy = ptx.evict_first_policy()
-        slot_jobs = self.slot_jobs(num_rows)
-        num_stages = tiles + (jobs + slot_jobs - 1) // slot_jobs
-        copies = (units, gate_up, down, share, policy)
-        unit, expert = Int32(-1), Int32(0)
-        if buffer == 0:
-            for stage in cutlass.range(cutlass.min(self.stages, num_stages)):
-                unit, expert = self.copy_stage(shared, copies, stage, unit, expert)
+        num_stages = self.count_stages(share)
+        if server == 0:
+            filled = cutlass.min(self.stages, tiles)
+            for stage in cutlass.range(filled, unroll=1):
+                self.copy_tile(shared, copies, stage)
+            for stage in cutlass.range(filled, cutlass.min(self.stages, num_stages), unroll=1):
+                self.copy_jobs(shared, copies, stage)
 
-        cute.arch.griddepcontrol_wait()
         column, pair = lane // 4, lane % 4
         phase = Uint32(0)
-        route, route_unit = Int32(-1), Int32(-1)
-        for tile in cutlass.range(buffer, tiles, 2):
-            now = (begin + tile) // self.gate_up_tiles
-            if now != route_unit:
-                route_unit = now
-                route = self.route_of(shared, units, now, column)
-            ptx.barrier_wait(self.summed(shared, buffer), phase)
+        route, unit_end = Int32(-1), Int32(0)
+        for index in cutlass.range(server, tiles, 2):
+            if begin + index >= unit_end:
+                unit = (begin + index) // self.gate_up_tiles
+                unit_end = (unit + 1) * self.gate_up_tiles
+                route = self.route_of(shared, units, unit, column)
+            ptx.barrier_wait(self.summed(shared, server), phase)
             phase = phase ^ Uint32(1)
-            if tile + self.stages < num_stages:
-                unit, expert = self.copy_stage(shared, copies, tile + self.stages, unit, expert)
-            pairs = self.add_partials(shared, buffer, column, pair)
-            neuron = (begin + tile) % self.gate_up_tiles * NEURONS + pair * 2
+            stage = index + self.stages
+            if stage < tiles:
+                self.copy_tile(shared, copies, stage)
+            elif stage < num_stages:
+                self.copy_jobs(shared, copies, stage)
+            pairs = self.add_partials(shared, server, column, pair)
+            neuron = self.inner - (unit_end - begin - index) * NEURONS + pair * 2
             if route >= 0:
                 ptx.store_relaxed(hidden + (Int64(route) * self.inner + neuron) * 2, pairs)
-        if buffer == 0:
-            for stage in cutlass.range(tiles + self.stages, num_stages):
+        # A warp that takes down jobs must know that the slots' gate/up tiles have landed: barriers
+        # tell only phases apart that are next to each other.
+        if tiles > 0:
+            turn = Uint32(tiles - 1)
+            ptx.barrier_wait(
+                self.summed(shared, Int32(turn & Uint32(1))), (turn >> Uint32(1)) & Uint32(1)
+            )
+        if server == 0:
+            for stage in cutlass.range(tiles + self.stages, num_stages, unroll=1):
                 uses = Uint32((stage - tiles) // self.stages)
                 parity = (uses & Uint32(1)) ^ Uint32(1)
                 ptx.barrier_wait(self.empty(shared, stage % self.stages), parity)
-                unit, expert = self.copy_stage(shared, copies, stage, unit, expert)
+                self.copy_jobs(shared, copies, stage)
+
+    def count_stages(self, share):
+        """How often the block fills a slot of the ring."""
+        _, tiles, _, num_rows, jobs = share
+        slot_jobs = self.slot_jobs(num_rows)
+        return tiles + (jobs + slot_jobs - 1) // slot_jobs
 
     @cute.jit
-    def copy_stage(self, shared, copies, stage, unit, expert):
-        """Starts the copies of a stage: a gate/up tile, or down tiles, one a lane.
-
-        `expert` is that of `unit`, the last unit looked up, for stages of gate/up.
-        """
-        units, gate_up, down, share, policy = copies
-        begin, tiles, first_row, num_rows, jobs = share
-        lane = cute.arch.lane_idx()
+    def copy_tile(self, shared, copies, stage):
+        """Starts the copy of a stage that is a gate/up tile."""
+        units, gate_up, _, share, policy = copies
+        tile = share[0] + stage
+        # What is known to be the same for all lanes needs no loop over them for a copy.
+        expert = cute.arch.make_warp_uniform(
+            self.expert_of(shared, units, tile // self.gate_up_tiles)
+        )
+        row = Int64(expert) * self.gate_up_tiles + tile % self.gate_up_tiles
+        source = gate_up + row * self.slot_bytes
         full = self.full(shared, stage % self.stages)
         target = shared + Uint32(self.ring_offset + stage % self.stages * self.slot_bytes)
-        if stage < tiles:
-            tile = begin + stage
-            if tile // self.gate_up_tiles != unit:
-                unit = tile // self.gate_up_tiles
-                expert = self.expert_of(shared, units, unit)
+        if cute.arch.lane_idx() == 0:
+            ptx.barrier_expect(full, Int32(self.slot_bytes))
+            ptx.bulk_copy(target, source, Int32(self.slot_bytes), full, policy)
+
+    @cute.jit
+    def copy_jobs(self, shared, copies, stage):
+        """Starts the copies of a stage of down jobs; a lane looks up the row tile of each."""
+        units, _, down, share, policy = copies
+        _, tiles, first_row, num_rows, jobs = share
+        lane = cute.arch.lane_idx()
+        full = self.full(shared, stage % self.stages)
+        slot_jobs = self.slot_jobs(num_rows)
+        job = (stage - tiles) * slot_jobs + lane
+        count = cutlass.min(jobs - (job - lane), slot_jobs)
+        num_bytes = self.job_rows(num_rows) * self.down_bytes
+        tile = Int32(0)
+        if lane < count:
+            unit, row = self.place(job, num_rows)
+            tile = self.expert_of(shared, units, unit) * self.down_tiles + first_row + row
+        if lane == 0:
+            ptx.barrier_expect(full, count * num_bytes)
+        target = shared + Uint32(self.ring_offset + stage % self.stages * self.slot_bytes)
+        for place in cutlass.range(count, unroll=1):
+            place_tile = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(tile, place))
+            source = down + Int64(place_tile) * self.down_bytes
             if lane == 0:
-                row = Int64(expert) * self.gate_up_tiles + tile % self.gate_up_tiles
-                ptx.barrier_expect(full, Int32(self.slot_bytes))
-                source = gate_up + row * self.slot_bytes
-                ptx.bulk_copy(target, source, Int32(self.slot_bytes), full, policy)
-        else:
-            slot_jobs = self.slot_jobs(num_rows)
-            job = (stage - tiles) * slot_jobs + lane
-            count = cutlass.min(jobs - (job - lane), slot_jobs)
-            num_bytes = self.job_rows(num_rows) * self.down_bytes
-            if lane == 0:
-                ptx.barrier_expect(full, count * num_bytes)
-            cute.arch.sync_warp()
-            if lane < count:
-                now, row = self.place(job, num_rows)
-                tile = Int64(self.expert_of(shared, units, now)) * self.down_tiles + first_row + row
-                target = target + Uint32(lane * num_bytes)
-                ptx.bulk_copy(target, down + tile * self.down_bytes, num_bytes, full, policy)
-        return unit, expert
+                ptx.bulk_copy(target, source, num_bytes, full, policy)
+            target = target + Uint32(num_bytes)
 
     @cute.jit
     def add_partials(self, shared, buffer, column, pair) -> Uint32:
@@ -458,7 +501,8 @@ class DecodeKernel(Kernel):
             sums = [one + two for one, two in zip(sums, more, strict=True)]
         gates, ups = ptx.round_pair(sums[0], sums[2]), ptx.round_pair(sums[1], sums[3])
         cute.arch.sync_warp()
-        ptx.barrier_arrive_after(self.drained(shared, buffer), (gates, ups), pair + column == 0)
+        lane = cute.arch.lane_idx()
+        ptx.barrier_arrive_after(self.drained(shared, buffer), (gates, ups), ptx.arrives(lane))
         low = ptx.situ(ptx.low_float(gates), ptx.low_float(ups), self.beta, self.linear_beta)
         high = ptx.situ(ptx.high_float(gates), ptx.high_float(ups), self.beta, self.linear_beta)
         return ptx.round_pair(low, high)
@@ -474,44 +518,51 @@ class DecodeKernel(Kernel):
 
     @cute.jit
     def gate_up(self, shared, units, z, begin, tiles, warp):
-        """A compute warp's slice of L of every gate/up tile; returns where the ring stands."""
+        """A compute warp's slice of L of every gate/up tile."""
         lane = cute.arch.lane_idx()
         slot, phase = Int32(0), Uint32(0)
         buffer, buffer_phase = Int32(0), Uint32(1)
         tokens = zeros(GROUP_CHUNKS * 8, Uint32)
-        unit = Int32(-1)
+        unit_end = Int32(0)
         group = shared + Uint32(self.ring_offset + warp * (GROUP_CHUNKS * CHUNK_BYTES))
         for tile in cutlass.range(begin, begin + tiles):
-            if tile // self.gate_up_tiles != unit:
+            if tile >= unit_end:
                 unit = tile // self.gate_up_tiles
+                unit_end = (unit + 1) * self.gate_up_tiles
                 route = self.route_of(shared, units, unit, lane // 4)
                 row = z + Int64(route // self.top_k) * (2 * self.latent) + warp * (2 * GROUP_SIZE)
                 self.load_columns(tokens, row + (lane % 4) * 32, route >= 0)
             ptx.barrier_wait(self.full(shared, slot), phase)
             sums = zeros(8, Float32)  # two chains: even and odd instructions
-            self.multiply(group + Uint32(slot * self.slot_bytes), tokens, 0, sums, GROUP_CHUNKS)
+            multiply_group(group + Uint32(slot * self.slot_bytes), tokens, 0, sums, GROUP_CHUNKS)
             slot, phase = self.advance(slot, phase)
             ptx.barrier_wait(self.drained(shared, buffer), buffer_phase)
             self.store_partial(shared, buffer * self.warps + warp, lane, sums)
             cute.arch.sync_warp()
-            if lane == 0:
+            if ptx.arrives(lane):
                 ptx.barrier_arrive(self.summed(shared, buffer))
             buffer_phase = buffer_phase ^ Uint32(buffer)
             buffer = buffer ^ 1
-        return slot, phase
 
     @cute.jit
-    def down(self, shared, units, hidden, rows, share, slot, phase, warp):
-        """A compute warp's share of the down jobs: every `warps`-th.
+    def down(self, shared, units, hidden, rows, share, warp):
+        """A warp's share of the down jobs: every `takers`-th.
 
-        The hidden values of the next job are on their way while the sums of this one are stored.
+        The first service warp is one of the takers where no slot is left to be refilled, else it
+        takes none. The hidden values of the next job are on their way while the sums of this one
+        are stored.
         """
-        first_row, num_rows, jobs = share
+        _, tiles, first_row, num_rows, jobs = share
         lane = cute.arch.lane_idx()
-        cute.arch.griddepcontrol_wait()
         columns = zeros(self.batch_chunks * 8, Uint32)
         slot_jobs, job_rows = self.slot_jobs(num_rows), self.job_rows(num_rows)
-        job, row, route, source = warp, Int32(0), Int32(-1), hidden
+        takers, job = Int32(self.warps + 2), warp
+        if self.count_stages(share) > tiles + self.stages:
+            takers, job = Int32(self.warps + 1), cutlass.min(warp, self.warps)
+            if warp == self.warps:
+                jobs = Int32(0)
+        slot, phase = tiles % self.stages, Uint32(tiles // self.stages) & Uint32(1)
+        row, route, source = Int32(0), Int32(-1), hidden
         if job < jobs:
             unit, row = self.place(job, num_rows)
             route, source = self.find_hidden(shared, units, hidden, unit)
@@ -519,10 +570,10 @@ class DecodeKernel(Kernel):
         for first in cutlass.range(0, jobs, slot_jobs):
             last = cutlass.min(jobs, first + slot_jobs)
             ptx.barrier_wait(self.full(shared, slot), phase)
-            for current in cutlass.range(job, last, self.warps):
+            for current in cutlass.range(job, last, takers):
                 offset = slot * self.slot_bytes + (current - first) * (job_rows * self.down_bytes)
                 weights = shared + Uint32(self.ring_offset + offset)
-                job = current + self.warps
+                job = current + takers
                 next_row, next_route, next_source = Int32(0), Int32(-1), source
                 if job < jobs:
                     unit, next_row = self.place(job, num_rows)
@@ -545,7 +596,7 @@ class DecodeKernel(Kernel):
                     self.store_sums(shared, rows, more, route, row + 1, first_row)
                 row, route = next_row, next_route
             cute.arch.sync_warp()
-            if lane == 0:
+            if ptx.arrives(lane) & (warp != self.warps):
                 ptx.barrier_arrive(self.empty(shared, slot))
             slot, phase = self.advance(slot, phase)
 
@@ -561,22 +612,6 @@ class DecodeKernel(Kernel):
                     loaded = ptx.load_global_4(address + chunk * (2 * CHUNK) + half * 16)
                     for word in cutlass.range_constexpr(4):
                         words[chunk * 8 + half * 4 + word] = loaded[word]
-
-    def multiply(self, group, columns, first, sums, chunks):
-        """sums += group of weights times columns[first:], two chains of instructions."""
-        lane = cute.arch.lane_idx()
-        elements = group + Uint32(lane * 16)
-        scales = ptx.load_scales(
-            group + Uint32(chunks * ELEMENT_BYTES) + Uint32(lane // 2 * (2 * chunks)), chunks
-        )
-        words = []
-        for chunk in range(chunks):
-            words += ptx.load_shared_4(elements + Uint32(chunk * ELEMENT_BYTES))
-        every = scales[0]
-        for word in scales[1:]:
-            every = every | word
-        large = ptx.any_lane(every & Uint32(0x80808080))
-        _multiply(words, elements, scales, columns, first, sums, chunks, large)
 
     @cute.jit
     def store_partial(self, shared: Uint32, index: Int32, lane: Int32, sums: cute.Tensor):
@@ -631,7 +666,7 @@ class DecodeKernel(Kernel):
         """sums += a batch of chunks of a down tile times the hidden values."""
         first = 0
         for size in chunk_groups(self.batch_chunks):
-            self.multiply(weights + Uint32(first * CHUNK_BYTES), columns, first * 8, sums, size)
+            multiply_group(weights + Uint32(first * CHUNK_BYTES), columns, first * 8, sums, size)
             first += size
 
     @cute.jit
@@ -725,40 +760,6 @@ class DecodeKernel(Kernel):
                 target = rows + (Int64(route) * self.latent + first_row * ROW_TILE) * 2
                 for piece in cutlass.range(num_rows * 2):
                     ptx.store_global_4(target + piece * 16, Uint32(0))
-
-
-@cute.jit
-def _multiply(
-    words,
-    elements: Uint32,
-    scales,
-    columns: cute.Tensor,
-    first: cutlass.Constexpr,
-    sums: cute.Tensor,
-    chunks: cutlass.Constexpr,
-    large: Int32,
-):
-    """The group's matrix instructions; `large` is 1 if some scale byte is 128 or more, else 0.
-
-    2^126 times such a scale is past bfloat16, so it takes a second multiply. That path is a loop of
-    `large` rounds over volatile loads: as a branch, the compiler would predicate it or hoist what
-    both paths share, and every group would pay for it.
-    """
-    for _ in cutlass.range(large, unroll=1):
-        for chunk in cutlass.range_constexpr(chunks):
-            factors = [
-                ptx.scale_value(ptx.scale_byte(scales, 2 * chunk + pair)) for pair in range(2)
-            ]
-            again = ptx.load_shared_volatile_4(elements + Uint32(chunk * ELEMENT_BYTES))
-            multiply_chunk(again, [Uint32(ptx.ONES)] * 2, factors, columns, first, sums, chunk)
-    if large == 0:
-        for chunk in cutlass.range_constexpr(chunks):
-            factors = [
-                ptx.power_pair(ptx.scale_byte(scales, 2 * chunk + pair)) for pair in range(2)
-            ]
-            multiply_chunk(
-                words[4 * chunk : 4 * chunk + 4], factors, None, columns, first, sums, chunk
-            )
 
 
 REPRESENTATIVES = {

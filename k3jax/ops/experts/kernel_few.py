@@ -158,7 +158,7 @@ class FewGateUpKernel(UnitTable, Kernel):
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
         lane = cute.arch.lane_idx()
-        shared = Uint32(cute.arch.get_dyn_smem(Uint32, alignment=128).toint())
+        shared = ptx.kept(Uint32(cute.arch.get_dyn_smem(Uint32, alignment=128).toint()))
         table = shared + Uint32(self.table_offset)
         if warp == self.warps:
             self.make(table, ids, num_tokens)
@@ -219,20 +219,25 @@ class FewGateUpKernel(UnitTable, Kernel):
 
     @cute.jit
     def copy(self, shared: Uint32, gate_up: Int64, tile: Int32, warp: Int32, stage: Int32):
-        """One lane: starts the copy of a warp's slice of a tile."""
-        expert = self.expert(shared + Uint32(self.table_offset), tile // self.num_tiles)
+        """Starts the copy of a warp's slice of a tile."""
+        # What is known to be the same for all lanes needs no loop over them for a copy.
+        expert = cute.arch.make_warp_uniform(
+            self.expert(shared + Uint32(self.table_offset), tile // self.num_tiles)
+        )
         row = Int64(expert) * self.num_tiles + tile % self.num_tiles
         source = gate_up + row * self.tile_bytes + warp * _GROUP_BYTES
         full, target = self.full(shared, warp, stage), self.slot(shared, warp, stage)
-        ptx.barrier_expect(full, Int32(_GROUP_BYTES))
-        ptx.bulk_copy(target, source, Int32(_GROUP_BYTES), full, ptx.evict_first_policy())
+        policy = ptx.evict_first_policy()
+        if cute.arch.lane_idx() == 0:
+            ptx.barrier_expect(full, Int32(_GROUP_BYTES))
+            ptx.bulk_copy(target, source, Int32(_GROUP_BYTES), full, policy)
 
     @cute.jit
     def compute(self, shared, gate_up, begin, tiles, num_tokens, warp):
         """A compute warp's slice of L of every tile of the block."""
         lane = cute.arch.lane_idx()
-        if lane < cutlass.min(self.stages, tiles):
-            self.copy(shared, gate_up, begin + lane, warp, lane)
+        for stage in cutlass.range(cutlass.min(self.stages, tiles), unroll=1):
+            self.copy(shared, gate_up, begin + stage, warp, stage)
         cute.arch.sync_warp()
         # Columns past the tokens repeat the last one; their sums are dropped.
         column = cutlass.min(lane // 4, num_tokens - 1)
@@ -251,9 +256,8 @@ class FewGateUpKernel(UnitTable, Kernel):
             cute.arch.sync_warp()
             if ptx.arrives(lane):
                 ptx.barrier_arrive(self.summed(shared, buffer))
-            if lane == 0:  # noqa: SIM102 - `and` would evaluate both sides, in every lane
-                if index + self.stages < tiles:
-                    self.copy(shared, gate_up, begin + index + self.stages, warp, stage)
+            if index + self.stages < tiles:
+                self.copy(shared, gate_up, begin + index + self.stages, warp, stage)
 
     @cute.jit
     def store_partial(self, shared: Uint32, buffer: Int32, warp: Int32, sums: cute.Tensor):
@@ -415,7 +419,7 @@ class FewDownKernel(UnitTable, Kernel):
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
         lane = cute.arch.lane_idx()
-        shared = Uint32(cute.arch.get_dyn_smem(Uint32, alignment=128).toint())
+        shared = ptx.kept(Uint32(cute.arch.get_dyn_smem(Uint32, alignment=128).toint()))
         table = shared + Uint32(self.table_offset)
         if warp == 0:
             self.make(table, ids, num_tokens)
@@ -616,9 +620,7 @@ def _multiply(elements, places, columns: Uint32, sums, chunks: cutlass.Constexpr
             place = columns + Uint32(chunk * (2 * CHUNK))
             held = [*ptx.load_shared_4(place), *ptx.load_shared_4(place + Uint32(16))]
             for element, scales, chains in zip(elements, every, sums, strict=True):
-                factors = [
-                    ptx.power_pair(ptx.scale_byte(scales, 2 * chunk + row)) for row in range(2)
-                ]
+                factors = [ptx.power_of_byte(scales, 2 * chunk + row) for row in range(2)]
                 words = ptx.load_shared_4(element + Uint32(chunk * ELEMENT_BYTES))
                 multiply_chunk(words, factors, None, held, 0, chains, 0)
 

@@ -1,6 +1,6 @@
 """What the expert kernel finds ready: hidden values marked as not written, and routes grouped.
 
-Blocks above 0 (or all, if nothing is grouped) fill the hidden values with words that no rounded
+Blocks above 0 fill the hidden values with words that no rounded
 pair of bf16 can be; the next launch waits for data by waiting for these words to go.
 
 Block 0 groups routes (token, slot) into units of at most 8 routes of one expert, experts ascending,
@@ -34,16 +34,14 @@ _FILL_BYTES = 64
 
 @dataclass(frozen=True)
 class PrepareKernel(Kernel):
-    """Fills `hidden`, and if `groups` writes the unit table.
+    """Fills `hidden` and writes the unit table.
 
     Attributes:
         num_experts: E, at most 1024; ids outside 0 .. E - 1 are dropped.
-        groups: whether block 0 groups.
         max_routes: most routes of a launch.
     """
 
     num_experts: int
-    groups: bool
     max_routes: int = 1024
 
     parameters = (
@@ -54,10 +52,8 @@ class PrepareKernel(Kernel):
         ("hidden_bytes", "int32"),
     )
 
-    @property
-    def threads(self) -> int:
-        """One for each expert when grouping."""
-        return 1024 if self.groups else 256
+    threads = 1024
+    """One for each expert."""
 
     @property
     def warps(self) -> int:
@@ -74,7 +70,7 @@ class PrepareKernel(Kernel):
         """Totals of each warp, first unit of each expert; counts of both, and later the table."""
         counts = 4 * self.warps * self.num_experts
         table = table_bytes(self.num_experts, self.max_routes)
-        return self.groups * (self.counts_offset + max(counts, table))
+        return self.counts_offset + max(counts, table)
 
     @property
     def counts_offset(self) -> int:
@@ -83,7 +79,7 @@ class PrepareKernel(Kernel):
 
     def grid(self, hidden_bytes: int) -> tuple[int, int, int]:
         """Blocks that fill `hidden_bytes`, and one that groups."""
-        return -(-hidden_bytes // (self.threads * _FILL_BYTES)) + self.groups, 1, 1
+        return -(-hidden_bytes // (self.threads * _FILL_BYTES)) + 1, 1, 1
 
     @cute.kernel
     def device(
@@ -92,13 +88,10 @@ class PrepareKernel(Kernel):
         """One block of the schedule above."""
         cute.arch.griddepcontrol_launch_dependents()
         block, _, _ = cute.arch.block_idx()
-        if cutlass.const_expr(self.groups):
-            if block == 0:
-                self.group(ids, units, num_routes)
-            else:
-                self.fill(hidden, block - 1, hidden_bytes)
+        if block == 0:
+            self.group(ids, units, num_routes)
         else:
-            self.fill(hidden, block, hidden_bytes)
+            self.fill(hidden, block - 1, hidden_bytes)
 
     @cute.jit
     def fill(self, hidden: Int64, block: Int32, hidden_bytes: Int32):
@@ -263,7 +256,6 @@ def _scan_warp(value: Int32) -> Int32:
 
 
 REPRESENTATIVES = {
-    "prepare, few routes": PrepareKernel(num_experts=896, groups=False),
-    "prepare and group routes": PrepareKernel(num_experts=896, groups=True),
-    "prepare and group 4096 routes": PrepareKernel(num_experts=896, groups=True, max_routes=4096),
+    "prepare and group routes": PrepareKernel(num_experts=896),
+    "prepare and group 4096 routes": PrepareKernel(num_experts=896, max_routes=4096),
 }

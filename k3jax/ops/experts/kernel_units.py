@@ -9,6 +9,7 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
 from k3jax.ops import kernel_ptx as ptx
+from k3jax.ops.experts.kernel_chunks import zeros
 
 UNIT = 8
 """Routes of a unit: columns of the matrix instruction."""
@@ -21,13 +22,9 @@ MAX_BLOCK_ROUTES = 128
 """Most routes that a block groups for itself."""
 ROUTES_OFFSET = 4 * MAX_BLOCK_ROUTES
 GAINS_OFFSET = ROUTES_OFFSET + 4 * UNIT * MAX_BLOCK_ROUTES
-BLOCK_TABLE_BYTES = GAINS_OFFSET + 8 * MAX_BLOCK_ROUTES
+_FIRSTS_OFFSET = GAINS_OFFSET + 8 * MAX_BLOCK_ROUTES
+BLOCK_TABLE_BYTES = -(-(_FIRSTS_OFFSET + MAX_BLOCK_ROUTES // 8) // 128) * 128
 """The table in shared memory."""
-
-
-def scratch_bytes(num_experts: int) -> int:
-    """Shared memory that `group_block` works in: counts, then numbers of units."""
-    return 16 + 4 * num_experts * (MAX_BLOCK_ROUTES // UNIT)
 
 
 def table_bytes(num_experts: int, num_routes: int) -> int:
@@ -44,80 +41,119 @@ def record_offset(unit):
 @cute.jit
 def group_block(
     table: Uint32,
-    scratch: Uint32,
     ids: Int64,
     weights: Int64,
     num_routes: Int32,
     num_experts: cutlass.Constexpr,
-    threads: cutlass.Constexpr,
-) -> Int32:
-    """Fills a block's table, units in order of their first route; returns how many there are.
+    max_routes: cutlass.Constexpr,
+):
+    """Fills a block's table, units in order of their first route, before the block's next barrier.
 
-    Thread r below 128 stands for route r. Its rank among the routes of its expert tells its unit
-    (every 8 make one) and column; the first of a unit finds the unit's number by counting the
-    firsts before it, and leaves it where the others look it up. The caller synchronises the block
-    before it reads the table.
+    Thread r stands for route r: lane r % 32 of a word of 32 routes, that of its warp. Ballots over
+    the bits of the experts tell which routes of its word and of earlier ones have its expert. Its
+    rank among them tells its unit (every 8 make one) and column; how many firsts of a unit come
+    before that unit's first is the unit's number.
 
     Args:
         table: where the table begins in shared memory.
-        scratch: shared memory, `scratch_bytes` of it.
         ids: address of the routes' experts.
         weights: address of the routes' weights.
-        num_routes: at most 128.
+        num_routes: of this launch.
         num_experts: ids outside 0 .. num_experts - 1 are dropped.
-        threads: of the block, at least 128.
+        max_routes: most of a launch, at most 128 and no more than the block's threads.
     """
     thread, _, _ = cute.arch.thread_idx()
-    lane = thread % 32
-    routes, gain = table + Uint32(ROUTES_OFFSET), table + Uint32(GAINS_OFFSET + thread * 8)
-    for word in cutlass.range(thread, MAX_BLOCK_ROUTES * UNIT, threads):
-        ptx.store_shared(routes + Uint32(word * 4), Int32(-1))
-    expert, weight = Int32(-1), Int32(0)
-    if thread < num_routes:
-        expert = ptx.load_global(ids + Int64(thread) * 4)
-        weight = ptx.load_global(weights + Int64(thread) * 4)
-    valid = Uint32(expert) < Uint32(num_experts)
-    if thread < MAX_BLOCK_ROUTES:
-        ptx.store_shared(gain, expert)
+    warp, lane = thread // 32, thread % 32
+    words = -(-max_routes // 32)
+    ballots, peers = zeros(words, Uint32), zeros(words, Uint32)
+    own, rank = Int32(-1), Int32(0)
+    if warp < words:
+        experts = [_expert(ids, 32 * word + lane, num_routes, num_experts) for word in range(words)]
+        weight = Int32(0)
+        if thread < num_routes:
+            weight = ptx.load_global(weights + Int64(thread) * 4)
+        for column in cutlass.range_constexpr(0, UNIT, 4):
+            place = table + Uint32(ROUTES_OFFSET + (thread * UNIT + column) * 4)
+            ptx.store_shared_4(place, [Int32(-1)] * 4)
+        for word in cutlass.range_constexpr(words):
+            if word == warp:
+                own = experts[word]
+        for word in cutlass.range_constexpr(words):
+            if word <= warp:
+                peers[word] = _peers(own, experts[word], num_experts)
+                before = peers[word]
+                if word == warp:
+                    before = before & _below(lane)
+                rank += Int32(cute.arch.popc(before))
+        ballot = Uint32(cute.arch.vote_ballot_sync((own >= 0) & (rank % UNIT == 0)))
+        if lane == 0:
+            ptx.store_shared(table + Uint32(_FIRSTS_OFFSET + warp * 4), ballot)
+        gain = table + Uint32(GAINS_OFFSET + thread * 8)
+        ptx.store_shared(gain, own)
         ptx.store_shared(gain + Uint32(4), weight)
-    cute.arch.sync_threads()
+        ballots[0] = ballot
+    if cutlass.const_expr(words > 1):
+        cute.arch.sync_threads()
+        for word in cutlass.range_constexpr(words):
+            ballots[word] = Uint32(ptx.load_shared(table + Uint32(_FIRSTS_OFFSET + word * 4)))
+    cute.arch.sync_warp()
+    if own >= 0:
+        unit = _unit_number(peers, ballots, rank // UNIT * UNIT, words)
+        if rank % UNIT == 0:
+            ptx.store_shared(table + Uint32(unit * 4), own)
+        place = ROUTES_OFFSET + (unit * UNIT + rank % UNIT) * 4
+        ptx.store_shared(table + Uint32(place), thread)
 
-    rank = Int32(0)
-    if thread < MAX_BLOCK_ROUTES:
-        rank = _rank(table + Uint32(GAINS_OFFSET), expert, num_routes)
-    first = valid & (rank % UNIT == 0)
-    ballot = Uint32(cute.arch.vote_ballot_sync(first))
-    if (lane == 0) & (thread < MAX_BLOCK_ROUTES):
-        ptx.store_shared(scratch + Uint32(thread // 32 * 4), Int32(cute.arch.popc(ballot)))
-    cute.arch.sync_threads()
 
-    unit, num_units = Int32(0), Int32(0)
-    for other in cutlass.range_constexpr(MAX_BLOCK_ROUTES // 32):
-        total = ptx.load_shared(scratch + Uint32(other * 4))
-        num_units += total
-        if other < thread // 32:
-            unit += total
-    unit += Int32(cute.arch.popc(ballot & ((Uint32(1) << Uint32(lane)) - Uint32(1))))
-    number = scratch + Uint32(16 + (rank // UNIT * num_experts + expert) * 4)
-    if first:
-        ptx.store_shared(number, unit)
-        ptx.store_shared(table + Uint32(unit * 4), expert)
-    cute.arch.sync_threads()
-    if valid:
-        unit = ptx.load_shared(number)
-        ptx.store_shared(routes + Uint32((unit * UNIT + rank % UNIT) * 4), thread)
-    return num_units
+def count_units(table: Uint32, max_routes: int) -> Int32:
+    """How many units `group_block` found, once the block has met at a barrier."""
+    total = Int32(0)
+    for word in range(-(-max_routes // 32)):
+        firsts = ptx.load_shared(table + Uint32(_FIRSTS_OFFSET + word * 4))
+        total += Int32(cute.arch.popc(Uint32(firsts)))
+    return total
 
 
 @cute.jit
-def _rank(gains: Uint32, expert: Int32, num_routes: Int32) -> Int32:
-    """How many routes before this thread's have its expert."""
-    thread, _, _ = cute.arch.thread_idx()
-    rank = Int32(0)
-    for first in cutlass.range(0, num_routes, 4, unroll=4):
-        for pair in cutlass.range_constexpr(2):
-            others = ptx.load_shared_4(gains + Uint32((first + 2 * pair) * 8))
-            for step in cutlass.range_constexpr(2):
-                same = Int32(Int32(others[2 * step]) == expert)
-                rank += same & Int32(first + 2 * pair + step < thread)
-    return rank
+def _unit_number(
+    peers: cute.Tensor, ballots: cute.Tensor, left: Int32, words: cutlass.Constexpr
+) -> Int32:
+    """How many units begin before that whose first route has `left` peers before it."""
+    unit, begun, found = Int32(0), Int32(0), Int32(0)
+    for word in cutlass.range_constexpr(words):
+        same = peers[word]
+        count = Int32(cute.arch.popc(same))
+        if (found == 0) & (left < count):
+            for _ in cutlass.range(left, unroll=1):
+                same = same & (same - Uint32(1))
+            lowest = same & (Uint32(0) - same)
+            unit = begun + Int32(cute.arch.popc(ballots[word] & (lowest - Uint32(1))))
+            found = Int32(1)
+        left -= count
+        begun += Int32(cute.arch.popc(ballots[word]))
+    return unit
+
+
+def _below(lane):
+    """The bits of the lanes below."""
+    return (Uint32(1) << Uint32(lane)) - Uint32(1)
+
+
+@cute.jit
+def _expert(ids: Int64, route: Int32, num_routes: Int32, num_experts: cutlass.Constexpr) -> Int32:
+    """Expert of a route, -1 where there is none."""
+    expert = Int32(-1)
+    if route < num_routes:
+        loaded = ptx.load_global(ids + Int64(route) * 4)
+        if Uint32(loaded) < Uint32(num_experts):
+            expert = loaded
+    return expert
+
+
+def _peers(own: Int32, experts: Int32, num_experts: int) -> Uint32:
+    """The lanes whose expert is this lane's own."""
+    peers = Uint32(0xFFFFFFFF)
+    for bit in range(num_experts.bit_length()):
+        ballot = Uint32(cute.arch.vote_ballot_sync(((experts >> bit) & 1) != 0))
+        peers = peers & (ballot ^ (Uint32((own >> bit) & 1) - Uint32(1)))
+    return peers
