@@ -207,13 +207,18 @@ class Device:
     def blocks_exited(self, grid: Grid, blocks: np.ndarray) -> None:
         """Called when warps exit: a block that is gone counts as triggered."""
         gone = blocks[grid.live_warps[blocks] == 0]
+        if self.order is not None:
+            silent = np.setdiff1d(gone, list(self.triggered[grid]))
+            self.order.trigger(grid, np.flatnonzero(np.isin(grid.block_of, silent)))
         self.triggered[grid].update(gone.tolist())
         for part in grid.parts.values():
             part.blocks_exited(gone)
 
-    def trigger(self, grid: Grid, blocks: np.ndarray) -> None:
-        """`griddepcontrol.launch_dependents` of some blocks."""
-        self.triggered[grid].update(np.unique(blocks).tolist())
+    def trigger(self, grid: Grid, numbers: np.ndarray) -> None:
+        """`griddepcontrol.launch_dependents` of some warps, for their blocks."""
+        if self.order is not None:
+            self.order.trigger(grid, numbers)
+        self.triggered[grid].update(np.unique(grid.block_of[numbers]).tolist())
         self.progress += 1
 
     def clock(self, name: str) -> int:

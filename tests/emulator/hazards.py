@@ -2,9 +2,11 @@
 
 A launch that overlaps the one before it is ordered after it only once it has executed
 `griddepcontrol.wait` (or met a warp that has), and after earlier ones only if those waited in turn.
-Every 2 bytes of global memory remember which launch wrote and which read them last; an access that
-meets one of an unordered launch is an error whatever the schedule. Pairs of synchronising accesses
-(volatile, relaxed, acquire, release, atomics) are exempt: that is how kernels hand over data.
+Where all that let it start had waited before, it is ordered after those earlier ones from the
+start. Every 2 bytes of global memory remember which launch wrote and which read them last; an
+access that meets one of an unordered launch is an error whatever the schedule. Pairs of
+synchronising accesses (volatile, relaxed, acquire, release, atomics) are exempt: that is how
+kernels hand over data.
 """
 
 import numpy as np
@@ -26,6 +28,7 @@ class LaunchOrder:
         self.strongly_read = np.zeros(grains, bool)
         self.grids: list = [None] * (num_launches + 1)
         self.clash: dict = {}
+        self.hasty: set = set()
 
     def start(self, grid, previous) -> None:
         """A launch begins, overlapping `previous` or, if that is None, after all before it."""
@@ -35,6 +38,9 @@ class LaunchOrder:
         if previous is not None:
             earlier = [i for i, g in enumerate(self.grids[: grid.order_id]) if self._same(g, grid)]
             table[0, earlier] = True
+            if previous not in self.hasty:
+                before = slice(previous.order_id)
+                table[0, before] = self.clash[previous][1, before]
         self.clash[grid] = table
         for other, theirs in self.clash.items():
             if other is not grid and self._same(other, grid):
@@ -43,6 +49,11 @@ class LaunchOrder:
     @staticmethod
     def _same(one, other) -> bool:
         return one is not None and one.launch.stream == other.launch.stream
+
+    def trigger(self, grid, numbers) -> None:
+        """Some warps let the next launch start: by an instruction, or as they exit."""
+        if not self._has_waited(grid)[numbers].all():
+            self.hasty.add(grid)
 
     def wait(self, grid, numbers, previous) -> None:
         """Some warps passed `griddepcontrol.wait`."""

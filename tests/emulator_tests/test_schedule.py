@@ -216,20 +216,30 @@ def test_dependent_launch_that_waits_too_late():
 def test_third_launch_is_not_ordered_after_the_first_by_the_second():
     """The second launch does not wait, so waiting for it says nothing of the first."""
     with pytest.raises(RaceError, match=r"which launch 0 .* writes"):
-        three(middle_waits="")
-    np.testing.assert_array_equal(three(middle_waits="griddepcontrol.wait;"), np.arange(128) * 2)
+        three(IDLE.format(""))
+    np.testing.assert_array_equal(three(IDLE.format("griddepcontrol.wait;")), np.arange(128) * 2)
 
 
-def three(middle_waits):
+def test_third_launch_is_ordered_by_a_second_that_waits_before_it_lets_it_start():
+    """What the first launch wrote is then there for the third, whether or not it waits."""
+    patient = "\tgriddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;\n"
+    np.testing.assert_array_equal(three(middle=patient, wait=""), np.arange(128) * 2)
+    with pytest.raises((RaceError, UninitialisedError)):
+        three(middle=IDLE.format("griddepcontrol.wait;"), wait="")
+
+
+IDLE = "\tgriddepcontrol.launch_dependents;\n\t{}"
+
+
+def three(middle, wait="griddepcontrol.wait;"):
     memory = GlobalMemory()
-    middle, out = memory.allocate("middle", 512), memory.allocate("out", 512)
-    idle = f"\tgriddepcontrol.launch_dependents;\n\t{middle_waits}"
+    written, out = memory.allocate("middle", 512), memory.allocate("out", 512)
     specs = []
     for number, (body, args) in enumerate(
         [
-            (WRITE.format(trigger="griddepcontrol.launch_dependents;"), [middle]),
-            (idle, []),
-            (DOUBLE.format(wait="griddepcontrol.wait;"), [middle, out]),
+            (WRITE.format(trigger="griddepcontrol.launch_dependents;"), [written]),
+            (middle, []),
+            (DOUBLE.format(wait=wait), [written, out]),
         ]
     ):
         code = load(kernel(body, ["u64"] * len(args)))

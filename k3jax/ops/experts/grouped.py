@@ -23,6 +23,8 @@ NARROW_ROUTES = 40
 MAX_LATENT = 8192
 MAX_OFFSET = 1 << 31
 """Hidden values and tokens are addressed with 31 bits."""
+MAX_ROUNDS = 4
+"""More quads a warpgroup than this hide nothing more."""
 MAX_STAGES = 6
 """More stages than this hide nothing more."""
 
@@ -83,7 +85,8 @@ def _program(config, num_tokens, tp, target, weighted, widths) -> Program:
     inner = config.expert_intermediate_size // tp
     routes = num_tokens * K
     shape = _shape(routes / E, widths)
-    gate_up, down = (_product(config, tp, target, shape, is_down) for is_down in (False, True))
+    gate_up = _product(config, tp, target, shape, down=False)
+    down = _down(config, tp, target, shape) or _product(config, tp, target, shape, down=True)
     sort = SortKernel(E, gate_up.widths, routes)
     permute = PermuteKernel(E, L, K, clears=not weighted)
     max_units = min(routes, E + routes // gate_up.widths[-1])
@@ -145,6 +148,23 @@ def _shape(routes_an_expert: float, widths):
 
     shape = NARROW if routes_an_expert <= NARROW_ROUTES else WIDE
     return dataclasses.replace(shape, widths=widths) if widths else shape
+
+
+def _down(config: MoEConfig, tp: int, target: Target, shape):
+    """The second product where K is small enough to be in shared memory at once; or None."""
+    from k3jax.ops.experts.kernel_grouped_down import DownKernel
+
+    for rounds in range(MAX_ROUNDS, 1, -1):
+        kernel = DownKernel(
+            num_tiles=config.latent_size // 16,
+            depth=config.expert_intermediate_size // tp,
+            num_blocks=target.num_sms,
+            shape=shape,
+            rounds=rounds,
+        )
+        if kernel.shared_bytes <= target.shared_bytes:
+            return kernel
+    return None
 
 
 def _product(config: MoEConfig, tp: int, target: Target, shape, down: bool):

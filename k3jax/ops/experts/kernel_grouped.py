@@ -1,5 +1,7 @@
 """Routed experts of many tokens on Hopper: one grouped matrix product, for gate/up and for down.
 
+Down has a kernel of its own where its K is small (`kernel_grouped_down`); this one takes any.
+
 Weights are operand A of `wgmma`, from registers: a warp dequantises 16 rows exactly as the decode
 kernel does, so one copy of the packed weights serves both. Tokens are operand B, from shared
 memory, their K permuted beforehand as the packing permutes that of the weights. A weight is
@@ -29,7 +31,8 @@ announced: loading it then would take as long as a stage.
 Why it cannot hang. Every role walks the same items in the same order, and the ring's writers wait
 only for stages that its readers release without waiting for a later one. The gathering warps
 announce a stage once the next is on its way, or before they wait for room for it. Blocks do not
-wait for each other, only for the end of the launch before.
+wait for each other, only for the end of the launch before. They let the next launch start after
+that, so that it finds what earlier ones left, the unit table, before it waits itself.
 """
 
 import math
@@ -70,13 +73,15 @@ class Shape:
     compute_registers: int
     service_registers: int
 
+    def step(self, width: int) -> int:
+        """Chunks of K that are dequantised at once."""
+        return 2 if width <= self.widest_of_two else 1
+
 
 NARROW = Shape(6, (8, 16, 24, 32, 40, 48), 40, 80, 24)
 """Many warps, which hide each other's latencies: for few routes an expert."""
 WIDE = Shape(4, (8, 16, 24, 32, 40, 48, 64, 80), 80, 104, 64)
 """Many columns, so that a weight is dequantised once for more tokens."""
-STEP = 2
-"""Chunks of K that are dequantised at once where registers suffice."""
 RECORD_BYTES = 16
 """A unit in the table: expert, first place among the sorted routes, routes, nothing."""
 
@@ -214,12 +219,12 @@ class GroupedKernel(Kernel):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
         shared = ptx.kept(Uint32(cute.arch.get_dyn_smem(Uint32, alignment=1024).toint()))
-        cute.arch.griddepcontrol_launch_dependents()
         if thread == 0:
             self.init_barriers(shared)
         self.clear_columns(shared)
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         if warp < self.compute_warps:
             cute.arch.setmaxregister_increase(self.shape.compute_registers)
             self.compute(shared, units, out, warp)
@@ -541,34 +546,10 @@ class GroupedKernel(Kernel):
         if group > 0:
             self.release_previous(shared, ring)
         ptx.barrier_wait(self.full(shared, ring[0]), Uint32(ring[1]))
-        lane = cute.arch.lane_idx()
         slot = self.slot(shared, ring[0])
         weights = slot + Uint32(self.weights_offset + tile * (size * CHUNK_BYTES))
-        scales = ptx.load_scales(
-            weights + Uint32(size * ELEMENT_BYTES + lane // 2 * (2 * size)), size
-        )
-        large = _some_large(scales)
-        first_scales = _first_scales(scales, large)
-        step = STEP if width <= self.shape.widest_of_two else 1
-        for first in cutlass.range_constexpr(0, size, step):
-            chunks = min(step, size - first)
-            if cutlass.const_expr(first > 0):
-                wgmma.wait_groups(0)
-            words = [
-                word
-                for chunk in range(first, first + chunks)
-                for word in ptx.load_shared_4(weights + Uint32(chunk * ELEMENT_BYTES + lane * 16))
-            ]
-            a = cute.make_rmem_tensor((16 * chunks,), Uint32)
-            _dequantize(words, scales, first_scales, first, large, a)
-            done = wgmma.multiply(
-                [sums[i] for i in range(width // 2)],
-                [a[i] for i in range(16 * chunks)],
-                wgmma.tile_descriptor(slot + Uint32(first * self.column_tile_bytes)),
-                self.column_tile_bytes,
-            )
-            for i in cutlass.range_constexpr(width // 2):
-                sums[i] = done[i]
+        step = self.shape.step(width)
+        multiply_chunks(weights, slot, size, step, False, self.column_tile_bytes, width, sums)
         self.advance(ring)
 
     @cute.jit
@@ -616,6 +597,54 @@ class GroupedKernel(Kernel):
             if route >= 0:
                 row = out + Int64(route) * (2 * self.num_tiles * ROW_TILE)
                 ptx.store_global(row + place, ptx.round_pair(sums[side], sums[side + 2]))
+
+
+@cute.jit
+def multiply_chunks(
+    weights: Uint32,
+    columns: Uint32,
+    size: cutlass.Constexpr,
+    step: cutlass.Constexpr,
+    busy: cutlass.Constexpr,
+    tile_bytes: cutlass.Constexpr,
+    width: cutlass.Constexpr,
+    sums: cute.Tensor,
+):
+    """Adds a warp's row tile of a group of chunks times `width` columns to its sums.
+
+    Args:
+        weights: the group of packed weights in shared memory.
+        columns: the first chunk of the columns, from which each is `tile_bytes` to the next.
+        size: chunks of the group.
+        step: chunks that are dequantised at once.
+        busy: whether matrix instructions may be under way at first; at last they are.
+        tile_bytes: from a chunk of columns to the next one.
+        width: columns.
+        sums: width / 2 float32.
+    """
+    lane = cute.arch.lane_idx()
+    scales = ptx.load_scales(weights + Uint32(size * ELEMENT_BYTES + lane // 2 * (2 * size)), size)
+    large = _some_large(scales)
+    first_scales = _first_scales(scales, large)
+    for first in cutlass.range_constexpr(0, size, step):
+        chunks = min(step, size - first)
+        if cutlass.const_expr(busy or first > 0):
+            wgmma.wait_groups(0)
+        words = [
+            word
+            for chunk in range(first, first + chunks)
+            for word in ptx.load_shared_4(weights + Uint32(chunk * ELEMENT_BYTES + lane * 16))
+        ]
+        a = cute.make_rmem_tensor((16 * chunks,), Uint32)
+        _dequantize(words, scales, first_scales, first, large, a)
+        done = wgmma.multiply(
+            [sums[i] for i in range(width // 2)],
+            [a[i] for i in range(16 * chunks)],
+            wgmma.tile_descriptor(columns + Uint32(first * tile_bytes)),
+            tile_bytes,
+        )
+        for i in cutlass.range_constexpr(width // 2):
+            sums[i] = done[i]
 
 
 def _some_large(scales):

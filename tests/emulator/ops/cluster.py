@@ -46,7 +46,7 @@ def griddepcontrol(b: Binder) -> Op:
     if b.one_of("wait", "launch_dependents") == "launch_dependents":
 
         def trigger(G, mask):
-            G.grid.device.trigger(G.grid, G.grid.block_of[np.unique(lanes(G, mask)[0])])
+            G.grid.device.trigger(G.grid, np.unique(lanes(G, mask)[0]))
 
         return b.effect(trigger, [], [])
     if b.ins.guard is not None:
