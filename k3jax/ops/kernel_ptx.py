@@ -290,12 +290,12 @@ def cluster_wait():
     _ptx("barrier.cluster.wait.acquire.aligned;")
 
 
-def load_shared_of(address: Uint32, block: Int32) -> Int32:
-    """4 bytes of the shared memory of a block of the cluster."""
+def load_shared_of(address: Uint32, block: Int32):
+    """16 bytes of the shared memory of a block of the cluster."""
     return _ptx(
         "{ .reg .b32 a; mapa.shared::cluster.u32 a, {$r0}, {$r1}; "
-        "ld.shared::cluster.b32 {$w0}, [a]; }",
-        [Int32],
+        "ld.shared::cluster.v4.u32 {{$w0}, {$w1}, {$w2}, {$w3}}, [a]; }",
+        [Uint32] * 4,
         address,
         block,
     )

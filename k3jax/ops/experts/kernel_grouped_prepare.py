@@ -153,14 +153,24 @@ class SortKernel(Kernel):
         return 1 + -(-len(self.widths) // 2)
 
     @property
+    def pieces(self) -> int:
+        """16-byte pieces of the totals of a block, two bytes an expert."""
+        return -(-self.num_experts // 8)
+
+    @property
     def totals_offset(self) -> int:
         """Shared memory of the block's routes of each expert, after the counts of each warp."""
         return _PITCH * self.num_experts
 
     @property
+    def gathered_offset(self) -> int:
+        """Shared memory of a copy of the totals of all blocks."""
+        return self.totals_offset + 16 * self.pieces
+
+    @property
     def starts_offset(self) -> int:
         """Shared memory of the place of an expert's first route of the block."""
-        return self.totals_offset + 4 * self.num_experts
+        return self.gathered_offset + _BLOCKS * 16 * self.pieces
 
     @property
     def sums_offset(self) -> int:
@@ -181,7 +191,7 @@ class SortKernel(Kernel):
         thread, _, _ = cute.arch.thread_idx()
         shared = Uint32(cute.arch.get_dyn_smem(Uint32, alignment=128).toint())
         mine = shared + Uint32(thread * _PITCH)
-        totals = shared + Uint32(self.totals_offset + thread * 4)
+        totals = shared + Uint32(self.totals_offset)
         starts = shared + Uint32(self.starts_offset)
         warp, lane = thread // 32, thread % 32
         first = (block * _WARPS + warp) * (32 * self.rounds) + lane
@@ -195,11 +205,11 @@ class SortKernel(Kernel):
         routes = [expert | (self.rank(shared, expert) << 16) for expert in experts]
         cute.arch.sync_threads()
 
-        if thread < self.num_experts:
-            ptx.store_shared(totals, self.sum_counts(mine))
+        if thread < 8 * self.pieces:
+            ptx.store_shared_half(totals + Uint32(thread * 2), self.sum_counts(mine))
         ptx.cluster_arrive()
         ptx.cluster_wait()
-        total, earlier = self.sum_blocks(totals, block)
+        total, earlier = self.sum_blocks(shared, block)
         equal, size = self.cut(total)
         counts = [total, *self.count_units(total, equal, size)]
         before, wholes = scan_block(counts, shared + Uint32(self.sums_offset))
@@ -252,30 +262,39 @@ class SortKernel(Kernel):
         return rank
 
     @cute.jit
-    def sum_counts(self, mine: Uint32) -> Int32:
+    def sum_counts(self, mine: Uint32) -> Uint32:
         """Replaces an expert's counts by running totals over warps; returns the whole."""
+        thread, _, _ = cute.arch.thread_idx()
         total = Uint32(0)
-        pieces = [mine + Uint32(16 * piece) for piece in range(_WARPS // 8)]
-        counts = [ptx.load_shared_4(piece) for piece in pieces]
-        for piece, pairs in zip(pieces, counts, strict=True):
-            words = []
-            for pair in pairs:
-                words.append(total * Uint32(0x10001) + (pair << Uint32(16)))
-                total += (pair & Uint32(0xFFFF)) + (pair >> Uint32(16))
-            ptx.store_shared_4(piece, words)
-        return Int32(total)
+        if thread < self.num_experts:
+            pieces = [mine + Uint32(16 * piece) for piece in range(_WARPS // 8)]
+            counts = [ptx.load_shared_4(piece) for piece in pieces]
+            for piece, pairs in zip(pieces, counts, strict=True):
+                words = []
+                for pair in pairs:
+                    words.append(total * Uint32(0x10001) + (pair << Uint32(16)))
+                    total += (pair & Uint32(0xFFFF)) + (pair >> Uint32(16))
+                ptx.store_shared_4(piece, words)
+        return total
 
     @cute.jit
-    def sum_blocks(self, totals: Uint32, block: Int32):
+    def sum_blocks(self, shared: Uint32, block: Int32):
         """Routes of this thread's expert: all, and those of earlier blocks."""
         thread, _, _ = cute.arch.thread_idx()
+        totals = shared + Uint32(self.totals_offset)
+        gathered = shared + Uint32(self.gathered_offset)
+        if thread < _BLOCKS * self.pieces:
+            piece = totals + Uint32(thread % self.pieces * 16)
+            words = ptx.load_shared_of(piece, thread // self.pieces)
+            ptx.store_shared_4(gathered + Uint32(thread * 16), words)
+        cute.arch.sync_threads()
         total, earlier = Int32(0), Int32(0)
         if thread < self.num_experts:
-            # All loads first: each would wait for the sum of the one before.
-            every = [ptx.load_shared_of(totals, Int32(other)) for other in range(_BLOCKS)]
             for other in cutlass.range_constexpr(_BLOCKS):
-                total += every[other]
-                earlier += every[other] * Int32(other < block)
+                here = gathered + Uint32(other * 16 * self.pieces + thread * 2)
+                routes = Int32(ptx.load_shared_half(here))
+                total += routes
+                earlier += routes * Int32(other < block)
         return total, earlier
 
     @cute.jit
@@ -307,22 +326,25 @@ class SortKernel(Kernel):
         """The table: a thread lists its expert's routes, `expert` as (total, equal, size)."""
         thread, _, _ = cute.arch.thread_idx()
         total, equal, size = expert
-        table = units + header_bytes(self.widths)
-        listed = Int32(0)
+        rest = total - equal * size
+        # Where the equal units go, and the last: without a branch for each width.
+        place, last, listed = Int32(0), Int32(0), Int32(0)
         for index in cutlass.range_constexpr(len(self.widths)):
             word, shift = 1 + index // 2, index % 2 * 16
-            record = table + Int64(listed + (before[word] >> shift & 0xFFFF)) * RECORD_BYTES
-            if self.has_width(size, index):
-                for unit in cutlass.range(equal):
-                    words = (thread, before[0] + unit * size, size, Int32(0))
-                    wgmma.store_piece(record, words)
-                    record += RECORD_BYTES
-            rest = total - equal * size
-            if self.has_width(rest, index):
-                wgmma.store_piece(record, (thread, before[0] + equal * size, rest, Int32(0)))
+            here = listed + (before[word] >> shift & 0xFFFF)
+            equals = Int32(self.has_width(size, index))
+            place += here * equals
+            last += (here + equal * equals) * Int32(self.has_width(rest, index))
             listed += wholes[word] >> shift & 0xFFFF
             if thread == 0:
                 ptx.store_global(units + 4 * index, listed)
+        table = units + header_bytes(self.widths)
+        for unit in cutlass.range(equal):
+            record = table + Int64(place + unit) * RECORD_BYTES
+            wgmma.store_piece(record, (thread, before[0] + unit * size, size, Int32(0)))
+        if rest > 0:
+            record = table + Int64(last) * RECORD_BYTES
+            wgmma.store_piece(record, (thread, before[0] + equal * size, rest, Int32(0)))
 
 
 REPRESENTATIVES = {
