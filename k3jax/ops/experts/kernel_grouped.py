@@ -509,18 +509,11 @@ class GroupedKernel(Kernel):
         for value in cutlass.range_constexpr(width // 2):
             sums[value] = Float32(0.0)
         whole = self.chunks // GROUP_CHUNKS
-        for group in cutlass.range(whole):
-            self.multiply_group(shared, ring, tile, group, GROUP_CHUNKS, width, sums)
-        for group in cutlass.range_constexpr(whole, len(self.groups)):
-            self.multiply_group(shared, ring, tile, group, self.groups[group], width, sums)
-        wgmma.wait_groups(0)
-        self.release_previous(shared, ring)
+        for _ in cutlass.range(whole):
+            self.multiply_group(shared, ring, tile, GROUP_CHUNKS, width, sums)
+        for size in self.groups[whole:]:
+            self.multiply_group(shared, ring, tile, size, width, sums)
         self.store_item(sums, tile, width, self.unit_of(shared, ring[2]), memory)
-
-    @cute.jit
-    def release_previous(self, shared, ring):
-        """Releases the stage before the one in turn."""
-        self.release(self.empty(shared, self.previous(ring)))
 
     @cute.jit
     def previous(self, ring) -> Int32:
@@ -532,24 +525,16 @@ class GroupedKernel(Kernel):
 
     @cute.jit
     def multiply_group(
-        self,
-        shared,
-        ring,
-        tile,
-        group,
-        size: cutlass.Constexpr,
-        width: cutlass.Constexpr,
-        sums,
+        self, shared, ring, tile, size: cutlass.Constexpr, width: cutlass.Constexpr, sums
     ):
         """A stage."""
-        wgmma.wait_groups(0)
-        if group > 0:
-            self.release_previous(shared, ring)
         ptx.barrier_wait(self.full(shared, ring[0]), Uint32(ring[1]))
         slot = self.slot(shared, ring[0])
         weights = slot + Uint32(self.weights_offset + tile * (size * CHUNK_BYTES))
         step = self.shape.step(width)
         multiply_chunks(weights, slot, size, step, False, self.column_tile_bytes, width, sums)
+        wgmma.wait_groups(0)
+        self.release(self.empty(shared, ring[0]))
         self.advance(ring)
 
     @cute.jit
