@@ -219,6 +219,32 @@ def evict_first_policy() -> Uint64:
     return _ptx("createpolicy.fractional.L2::evict_first.b64 {$w0}, 1.0;", [Uint64])
 
 
+def evict_last_policy() -> Uint64:
+    """Cache policy of bytes that are read soon."""
+    return _ptx("createpolicy.fractional.L2::evict_last.b64 {$w0}, 1.0;", [Uint64])
+
+
+def load_hinted_4(address: Int64, policy: Uint64):
+    """16 bytes of memory that nothing writes while the kernel runs."""
+    return _ptx(
+        "ld.global.L2::cache_hint.v4.u32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}], {$r1};",
+        [Uint32] * 4,
+        address,
+        policy,
+    )
+
+
+def store_hinted_words(address: Int64, words, policy: Uint64):
+    """Four words."""
+    _ptx(
+        "st.global.L2::cache_hint.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}, {$r5};",
+        (),
+        address,
+        *words,
+        policy,
+    )
+
+
 def bulk_copy(target: Uint32, source: Int64, num_bytes: Int32, barrier: Uint32, policy: Uint64):
     """Starts a copy of whole 16-byte pieces into shared memory, counted on `barrier`."""
     _ptx(

@@ -49,10 +49,11 @@ class CombineKernel(Kernel):
         sums = cute.make_rmem_tensor((8,), Float32)
         for index in cutlass.range_constexpr(8):
             sums[index] = Float32(0.0)
+        policy = ptx.evict_first_policy()  # nothing reads the rows again
         first = Int64(token) * self.top_k
         source = rows + first * (2 * self.latent) + thread * 16
         for slot in cutlass.range_constexpr(self.top_k):
-            words = ptx.load_global_4(source + slot * (2 * self.latent))
+            words = ptx.load_hinted_4(source + slot * (2 * self.latent), policy)
             expert = ptx.load_global(ids + (first + slot) * 4)
             weight = ptx.load_global_float(weights + (first + slot) * 4)
             if Uint32(expert) < Uint32(self.num_experts):

@@ -17,7 +17,8 @@ with the routes of its columns and what quads it has. They hand most of their re
 that dequantise and multiply.
 
 Epilogue. A quad's rounded columns pass through the slot that held its weights, so that 128 bytes of
-a route's row go to memory together.
+a route's row go to memory together. The second-level cache is asked to keep them for the sum,
+rather than the weights that stream by.
 
 Why it cannot hang. Every role walks the same quads in the same order. A slot is filled once the
 four warps that read it have released it, a buffer once all compute warps have; they release both
@@ -452,7 +453,7 @@ class DownKernel(Kernel):
                 if route >= 0:
                     words = ptx.load_shared_4(source + Uint32(16 * step * QUAD_BYTES))
                     place = Int64(route) * (2 * self.num_tiles * ROW_TILE) + piece * 16
-                    wgmma.store_piece(target + place, words)
+                    ptx.store_hinted_words(target + place, words, ptx.evict_last_policy())
 
     def meet(self):
         """The warps of a warpgroup wait for each other."""
