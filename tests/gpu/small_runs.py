@@ -21,7 +21,7 @@ import numpy as np
 
 from k3jax.config import MoEConfig
 from k3jax.ops import kernel_ptx
-from k3jax.ops.experts import decode, few, grouped
+from k3jax.ops.experts import decode, grouped
 from k3jax.ops.experts.api import ExpertsTier, routed_experts
 from k3jax.ops.experts.check import random_experts
 from k3jax.ops.experts.packing import pack_experts
@@ -95,7 +95,7 @@ def example(program: Program) -> Iterator[Case]:
 
 CASES: dict[str, Callable[[Target], Iterator[Case]]] = {
     "router": router,
-    "few": functools.partial(experts, few.few_program, (1, 2)),
+    "single": functools.partial(experts, decode.decode_program, (1,)),
     "decode": functools.partial(experts, decode.decode_program, (2, 9, 65)),
     "grouped": functools.partial(experts, grouped.grouped_program, (70,)),
     "grouped on wide ranks": functools.partial(experts, grouped.grouped_program, (70,), tp=4),

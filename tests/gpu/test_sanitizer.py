@@ -33,7 +33,7 @@ def sanitize(tool: str, *case: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("name", ["router", "few", "decode", "grouped", "grouped on wide ranks"])
+@pytest.mark.parametrize("name", ["router", "single", "decode", "grouped", "grouped on wide ranks"])
 def test_no_access_out_of_bounds(name):
     done = sanitize("memcheck", name)
     assert done.returncode == 0, done.stdout[-4000:]
@@ -47,7 +47,7 @@ def test_no_race(name):
     assert "RACECHECK SUMMARY: 0 hazards displayed" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["few", "decode", "grouped", "grouped on wide ranks"])
+@pytest.mark.parametrize("name", ["single", "decode", "grouped", "grouped on wide ranks"])
 def test_no_race_with_every_lane_arriving(name):
     """Expert kernels, built as racecheck can follow them; else they are the same."""
     done = sanitize("racecheck", name, "32")

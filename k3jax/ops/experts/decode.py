@@ -1,16 +1,16 @@
 """The routed experts as one custom call of CuTe kernels: what they support, and the program.
 
 One launch, the persistent kernel; past 128 routes another before it, which groups them and prepares
-scratch. Or, for a single token, gate/up and down side by side (`few`).
+scratch. Or, for a single token, a kernel of its own (`single`).
 """
 
 import jax
 import numpy as np
 
 from k3jax.config import MoEConfig
-from k3jax.ops.experts.few import few_program
 from k3jax.ops.experts.operands import program_operands
 from k3jax.ops.experts.packing import CHUNK, GROUP_SIZE, order_refusal
+from k3jax.ops.experts.single import single_program
 from k3jax.runtime.buckets import token_bucket
 from k3jax.runtime.program import ArraySpec, Kept, KeptSpec, Launch, Operand, Program, Result
 from k3jax.runtime.target import Target
@@ -21,8 +21,6 @@ MAX_ROUTES = 1 << 14
 """Most routes that are grouped in shared memory."""
 MAX_SUMMED_TOKENS = 64
 """Most tokens whose rows stay in shared memory for the weighted sum."""
-FEW_TOKENS = 1
-"""Most tokens that two launches on the same multiprocessors serve faster, where they fit."""
 MAX_STAGES = 8
 MIN_STAGES = 2
 MAX_BATCH = 8
@@ -75,10 +73,8 @@ def decode_program(
     reason = refusal(config, num_tokens, tp, target)
     if reason is not None:
         raise NotImplementedError(f"experts='decode': {reason}; use experts='xla'")
-    few = None
-    if num_tokens <= FEW_TOKENS:
-        few = few_program(config, num_tokens, tp, target, weighted)
-    return few or _program(config, num_tokens, tp, target, weighted)
+    single = single_program(config, tp, target, weighted) if num_tokens == 1 else None
+    return single or _program(config, num_tokens, tp, target, weighted)
 
 
 def _program(config, num_tokens, tp, target, weighted) -> Program:
