@@ -22,6 +22,9 @@ MAX_ROUTES = 1 << 14
 MAX_SUMMED_TOKENS = 64
 """Most tokens whose rows stay in shared memory for the weighted sum."""
 MAX_STAGES = 8
+MAX_LARGE_STAGES, LARGE_TILES = 5, 8
+"""Most slots of the ring if a slot has room for so many down row tiles: the more copies are on
+their way at once, the later the first lands, and the warps that take down jobs need fewer slots."""
 MIN_STAGES = 2
 MAX_BATCH = 8
 """Most chunks of hidden values that a lane's registers hold."""
@@ -145,7 +148,8 @@ def _main_kernel(config, num_tokens, inner, target, weighted):
         weighted=weighted,
         keeps_rows=weighted and num_tokens <= MAX_SUMMED_TOKENS,
     )
-    stages = min((target.shared_bytes - kernel.ring_offset) // kernel.slot_bytes, MAX_STAGES)
+    most = MAX_LARGE_STAGES if kernel.slot_tiles >= LARGE_TILES else MAX_STAGES
+    stages = min((target.shared_bytes - kernel.ring_offset) // kernel.slot_bytes, most)
     if stages < MIN_STAGES:
         raise NotImplementedError(
             f"experts='decode': a ring of {MIN_STAGES} slots of {kernel.slot_bytes} bytes does not "

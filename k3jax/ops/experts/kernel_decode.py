@@ -770,11 +770,11 @@ REPRESENTATIVES = {
         top_k=16,
         max_tokens=max_tokens,
         num_blocks=132,
-        stages=stages,
+        stages=5,
         beta=4.0,
         linear_beta=25.0,
         weighted=True,
         keeps_rows=max_tokens <= 64,
     )
-    for max_tokens, inner, stages in ((8, 384, 6), (8, 192, 6), (64, 384, 5), (256, 384, 7))
+    for max_tokens, inner in ((2, 384), (8, 384), (8, 192), (64, 384), (256, 384))
 }
