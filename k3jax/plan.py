@@ -174,9 +174,13 @@ def _experts_table(
         return reason or (None if packed else UNPACKED) or distrust("experts", target)
 
     compiled = f"compiled for {target.arch}"
+    many = refusal(grouped)
+    slower = None
+    if num_tokens > grouped.FASTER_PAST and many is None:
+        slower = f"grouped is faster past {grouped.FASTER_PAST} tokens; take it by name"
     return [
-        _Row(ExpertsTier.DECODE, compiled, refusal(decode)),
-        _Row(ExpertsTier.GROUPED, compiled, refusal(grouped)),
+        _Row(ExpertsTier.DECODE, compiled, refusal(decode), slower),
+        _Row(ExpertsTier.GROUPED, compiled, many),
         _Row(ExpertsTier.XLA, "runs everywhere"),
         _Row(ExpertsTier.REFERENCE, "", passed_over="slow; take it by name for gradients"),
         _Row(ExpertsTier.W4A8, "", passed_over="other numbers; take it by name"),

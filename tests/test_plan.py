@@ -27,6 +27,21 @@ def test_tail_by_token_count(num_tokens, tail):
     assert plan_layer(K3, num_tokens, tp=8, target="cpu").tail.tier == tail
 
 
+@pytest.mark.parametrize(
+    ("target", "num_tokens", "experts"),
+    [
+        ("h200", 128, ExpertsTier.DECODE),
+        ("h200", 129, ExpertsTier.GROUPED),
+        ("b200", 256, ExpertsTier.DECODE),
+        ("b200", 257, ExpertsTier.XLA),
+    ],
+)
+def test_experts_by_token_count(target, num_tokens, experts):
+    """Decode serves more tokens where nothing else does."""
+    plan = plan_layer(K3, num_tokens, tp=8, target=target, packed=True)
+    assert plan.experts.tier == experts
+
+
 def test_overlap_limit_moves_the_crossover():
     plan = plan_layer(K3, 65, tp=8, target="cpu", overlap_limit=64)
     assert plan.tail.tier == TailTier.COLUMN_PARALLEL

@@ -16,6 +16,8 @@ from k3jax.runtime.target import Target
 
 ARCH = "sm_90a"
 """The one architecture with warpgroup matrix instructions."""
+FASTER_PAST = 128
+"""Tokens past which these kernels beat those for few, where both run."""
 CALL_TOKENS = 8192
 """Tokens of one call: more were not checked on a card, and would need gigabytes of scratch."""
 NARROW_ROUTES = 40
