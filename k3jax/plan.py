@@ -18,7 +18,7 @@ logger = logging.getLogger("k3jax")
 
 DEFAULT_OVERLAP_LIMIT = 256
 """Most tokens for which the shared all-reduce is overlapped rather than merged."""
-FUSION_LIMITS = {("h200", 2): 64}
+FUSION_LIMITS = {("h200", 2): 128}
 """Most tokens for which the fused tail was faster than every other tier, by device and ranks."""
 
 

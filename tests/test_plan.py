@@ -110,9 +110,9 @@ def test_the_log_line_names_every_choice():
 @pytest.mark.parametrize(
     ("options", "tail", "reason"),
     [
-        ({}, TailTier.TAIL_FUSION, "measured as faster up to 64 tokens"),
-        ({"num_tokens": 64, "output": "scattered"}, TailTier.TAIL_FUSION, "up to 64 tokens"),
-        ({"num_tokens": 65}, TailTier.ALLREDUCE_OVERLAP, "not measured as faster on 2 x h200"),
+        ({}, TailTier.TAIL_FUSION, "measured as faster up to 128 tokens"),
+        ({"num_tokens": 64, "output": "scattered"}, TailTier.TAIL_FUSION, "up to 128 tokens"),
+        ({"num_tokens": 128}, TailTier.TAIL_FUSION, "up to 128 tokens"),
         ({"num_tokens": 129}, TailTier.ALLREDUCE_OVERLAP, "num_tokens=129 is not in 1..128"),
         ({"tp": 8}, TailTier.ALLREDUCE_OVERLAP, "not measured as faster on 8 x h200"),
         ({"tp": 32}, TailTier.ALLREDUCE_OVERLAP, "ranks=32 is not one of"),

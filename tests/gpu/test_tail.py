@@ -27,6 +27,8 @@ LOOPBACKS = {2: (3584, 7, 1), 4: (1536, 3, 2), 8: (512, 1, 2), 16: (512, 1, 2)}
 
 BUDGET = 1 << 22
 MAX_TOKENS = 128
+MOST_TOKENS = {"one shot": 32, "two shots": MAX_TOKENS, "streamed": 8}
+"""By kernel: a rank's weights kept, or streamed."""
 BUSY_BLOCKS = 264
 
 SOAK_STEPS = 10_000
@@ -35,17 +37,23 @@ SOAK_TOKENS = (1, 2, 3, 5, 8, 9, 16, 17, 31, 33, 64, 128)
 
 
 def tails(ranks, hidden_size, groups, k_parts):
-    """The kernels of one rank, by shots, and their machine code."""
+    """The kernels of one rank, by name, and their machine code."""
     from k3jax.ops.tail.kernel_tail import TailKernel
     from k3jax.runtime.compile import compile_kernel
 
-    for two_shot in (False, True):
+    for name in MOST_TOKENS if k_parts == 1 else ("one shot", "two shots"):
         kernel = TailKernel(
             ranks=ranks, latent_size=LATENT, hidden_size=hidden_size, max_tokens=MAX_TOKENS,
-            groups=groups, k_blocks=8, k_parts=k_parts, two_shot=two_shot,
+            groups=groups, k_blocks=8, k_parts=k_parts, two_shot=name == "two shots",
+            round_tokens=1 if name == "streamed" else 4, streams=name == "streamed",
             warps=4 if ranks == 16 else 16,
         )  # fmt: skip
-        yield two_shot, kernel, compile_kernel(kernel, Target.current().arch)
+        yield name, kernel, compile_kernel(kernel, Target.current().arch)
+
+
+def kernels_for(functions, tokens):
+    """Names of the kernels that take so many tokens."""
+    return [name for name in functions if tokens <= MOST_TOKENS[name]]
 
 
 def encode(addresses, numbers):
@@ -62,9 +70,9 @@ class Loopback:
     def __init__(self, ranks):
         self.ranks, self.hidden = ranks, LOOPBACKS[ranks][0]
         self.driver, self.functions = Driver(), {}
-        for two_shot, kernel, compiled in tails(ranks, *LOOPBACKS[ranks]):
+        for name, kernel, compiled in tails(ranks, *LOOPBACKS[ranks]):
             function = self.driver.function(compiled.cubin, compiled.entry, kernel.shared_bytes)
-            self.functions[two_shot] = kernel, function
+            self.functions[name] = kernel, function
         self.layout = kernel.layout
         stride = self.layout.num_bytes
         self.address = self.driver.upload(np.zeros(ranks * stride, np.uint8))
@@ -72,8 +80,8 @@ class Loopback:
         armed = np.concatenate([self.layout.armed(rank, peers) for rank in range(ranks)])
         self.driver.write(self.address, armed)
 
-    def call(self, arrays, two_shot):
-        kernel, function = self.functions[two_shot]
+    def call(self, arrays, name):
+        kernel, function = self.functions[name]
         tokens = arrays[0].shape[1]
         places = [self.driver.upload(array.view(np.uint8)) for array in arrays]
         num_bytes = self.ranks * tokens * self.hidden * 2
@@ -103,9 +111,9 @@ class Card:
 
         self.driver, self.ranks, self.functions = driver, ranks, {}
         self.hidden = LOOPBACKS[2][0]
-        for two_shot, kernel, compiled in tails(2, *LOOPBACKS[2]):
+        for name, kernel, compiled in tails(2, *LOOPBACKS[2]):
             function = driver.function(compiled.cubin, compiled.entry, kernel.shared_bytes)
-            self.functions[two_shot] = kernel, function
+            self.functions[name] = kernel, function
         self.layout = kernel.layout
         self.stream, self.other = driver.stream(), driver.stream()
         compiled = compile_kernel(Busy(), Target.current().arch)
@@ -128,8 +136,8 @@ class Card:
         self.driver.fill(self.outputs, 0xAB, SOAK_BATCH * self.step_bytes)
         self.driver.wait(None)
 
-    def start(self, step, places, tokens, two_shot):
-        kernel, function = self.functions[two_shot]
+    def start(self, step, places, tokens, name):
+        kernel, function = self.functions[name]
         out = self.outputs + step * self.step_bytes
         addresses = (*[places[0]] * 3, *places[1:], out, self.workspace)
         numbers = (self.layout.num_bytes, tokens, self.layout.columns, BUDGET)
@@ -168,9 +176,9 @@ def test_all_ranks_on_one_card(ranks):
     loopback = Loopback(ranks)
     calls = 0
     for tokens in (1, 2, 5, 8, 9, 31, 32, 33, 64, 65, 128, 1, 127, 3):
-        for two_shot in (False, True) if tokens <= 32 else (True,):
+        for name in kernels_for(loopback.functions, tokens):
             arrays = draw(rng, ranks, tokens, LATENT, loopback.hidden)
-            check(loopback.call(arrays, two_shot), arrays)
+            check(loopback.call(arrays, name), arrays)
             calls += 1
     for rank in range(ranks):
         assert loopback.header(rank)[FAILED_WORD] == 0
@@ -184,7 +192,7 @@ def need_devices(count):
 
 @pytest.mark.parametrize("cards", [1, 2])
 def test_soak(cards):
-    """Changing sizes and shots, blocks late at random, another kernel in the way: the same bits.
+    """Changing sizes and kernels, blocks late at random, another kernel in the way: the same bits.
 
     Half of the steps are captured and replayed. On two cards, each rank's launches wait at random;
     on one, both ranks' blocks are one launch, and those that the other kernel keeps out are late.
@@ -205,20 +213,25 @@ def test_soak(cards):
     wanted = {}
     for batch in range(SOAK_STEPS // SOAK_BATCH):
         sizes = rng.permutation(np.arange(SOAK_BATCH) % len(SOAK_TOKENS))
-        soak(rng, group, sizes, places, captured=bool(batch % 2))
-        for step, size in enumerate(sizes):
+        names = soak(rng, group, sizes, places, captured=bool(batch % 2))
+        for step, (size, name) in enumerate(zip(sizes, names, strict=True)):
             tokens = SOAK_TOKENS[size]
             got = np.concatenate([card.results(step, tokens) for card in group])
-            if size not in wanted:
+            case = size, name == "streamed"  # it adds a product's terms in another order
+            if case not in wanted:
                 check(got.view(BF16).reshape(2, tokens, -1), draws[size])
-                wanted[size] = got[0]
-            np.testing.assert_array_equal(got, np.broadcast_to(wanted[size], got.shape))
+                wanted[case] = got[0]
+            np.testing.assert_array_equal(got, np.broadcast_to(wanted[case], got.shape))
     for header in [header for card in group for header in card.headers()]:
         assert (header[EPOCH_WORD], header[FAILED_WORD]) == (SOAK_STEPS, 0)
 
 
 def soak(rng, group, sizes, places, captured):
-    """One batch of steps: issued one by one, or captured on every card and replayed."""
+    """One batch of steps, issued one by one, or captured on every card and replayed.
+
+    Returns which kernels they took.
+    """
+    names = [rng.choice(kernels_for(group[0].functions, SOAK_TOKENS[size])) for size in sizes]
     for card in group:
         card.poison()
     for card in group:
@@ -226,19 +239,19 @@ def soak(rng, group, sizes, places, captured):
             card.driver.capture(card.stream)
         for _ in range(8):
             card.spend(int(rng.integers(100)), int(rng.integers(1, BUSY_BLOCKS)), card.other)
-    for step, size in enumerate(sizes):
+    for step, (size, name) in enumerate(zip(sizes, names, strict=True)):
         tokens = SOAK_TOKENS[size]
-        two_shot = tokens > 32 or bool(rng.integers(2))
         late = rng.integers(12)
         for i, card in enumerate(group):
             if late == i:
                 card.spend(int(rng.integers(300)), 1, card.stream)
-            card.start(step, places[size][i], tokens, two_shot)
+            card.start(step, places[size][i], tokens, name)
     for card in group:
         if captured:
             card.driver.replay(card.stream)
     for card in group:
         card.driver.wait(card.stream)
+    return names
 
 
 @pytest.fixture(params=fused.RANKS)

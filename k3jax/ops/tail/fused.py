@@ -92,9 +92,8 @@ def tail_program(
     from k3jax.ops.tail.kernel_tail import TailKernel
 
     kernel = TailKernel(
-        **kernel_facts(ranks, latent_size, hidden_size, num_tokens),
+        **kernel_facts(ranks, latent_size, hidden_size, num_tokens, experts_per_token),
         scattered=scattered,
-        experts_per_token=experts_per_token,
     )
     bfloat16 = np.dtype(jnp.bfloat16)
     rows = (num_tokens, experts_per_token) if experts_per_token else (num_tokens,)

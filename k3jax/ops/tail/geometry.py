@@ -27,6 +27,13 @@ TILE_ROWS = 16
 """Rows of the up-projection in one matrix instruction."""
 STEP = 32
 """Elements of the latent that one 16-byte load a lane covers: two matrix instructions."""
+STREAMED_TILES = 4
+"""Fewest row tiles of a block whose weights are streamed: with 2 it was slower."""
+MOST_WINDOW = 4
+"""Most tiles of streamed weights on their way at a time: 57 KB of a block at K3's widths.
+
+More of them hold up every other load of the multiprocessor; fewer do not keep the memory busy.
+"""
 SHARED_BYTES = 232448
 """Most dynamic shared memory of a block: 227 KiB on every architecture that this is built for."""
 
@@ -48,8 +55,12 @@ class TailGeometry:
         groups: clusters of a rank, each with its rows of the up-projection.
         k_blocks: blocks of a cluster, each with its slice of the latent.
         k_parts: warps that share a row tile, each with its part of the block's slice.
+        streams: a warp multiplies its tile as it lands, and later tiles take its place in shared
+            memory; for one round of 8 tokens at most, and k_parts 1.
+        window: tiles of streamed weights that are on their way at a time.
         two_shot: a row is summed by one rank and sent on, rather than by every rank.
-        warps: of a block; at least one for each row tile and part of K.
+        warps: of a block, those that only start copies not counted; at least one for each row
+            tile and part of K.
         round_tokens: tokens whose sums one block finishes in a round.
         scattered: the result is this rank's columns [T, H / R], not [T, H].
         experts_per_token: K unfinalised rows a token; 0 for a finalised latent.
@@ -65,6 +76,8 @@ class TailGeometry:
     two_shot: bool
     warps: int = WARPS
     round_tokens: int = 4
+    streams: bool = False
+    window: int = 4
     scattered: bool = False
     experts_per_token: int = 0
 
@@ -97,9 +110,9 @@ class TailGeometry:
     def kept_steps(self) -> int:
         """Steps of the block's slice whose weights are in shared memory; others in registers."""
         steps = self.k_width // STEP
-        if self.k_parts > 1:
+        if self.k_parts > 1 or self.streams:
             return steps
-        room = SHARED_BYTES - self.partial_bytes - 2 * self.buffer_bytes - self.parts[2]
+        room = SHARED_BYTES - self.partial_bytes - self.buffers * self.buffer_bytes - self.parts[2]
         return next(n for n in range(steps, -1, -1) if self.rows * _odd_lines(n) <= room)
 
     @property
@@ -108,9 +121,14 @@ class TailGeometry:
         return self.tiles * self.k_parts
 
     @property
+    def workers(self) -> int:
+        """Threads of a block that do not only start copies."""
+        return 32 * self.warps
+
+    @property
     def threads(self) -> int:
         """Of a block."""
-        return 32 * self.warps
+        return self.workers + (self.fetching_threads if self.streams else 0)
 
     @property
     def cluster(self) -> tuple[int, int, int]:
@@ -143,6 +161,39 @@ class TailGeometry:
         return _odd_lines(self.kept_steps)
 
     @property
+    def kept_width(self) -> int:
+        """Bytes of a weight row's slice in shared memory."""
+        return self.kept_steps * STEP * 2
+
+    @property
+    def eight_rows(self) -> int:
+        """Bytes from a row of weights in shared memory to the eighth after it."""
+        return 4 * self.kept_width if self.streams else 8 * self.weight_bytes
+
+    @property
+    def slots(self) -> int:
+        """Tiles of weights that shared memory holds at a time."""
+        if not self.streams:
+            return self.tiles
+        room = SHARED_BYTES - self.buffers * self.buffer_bytes - self.parts[2] - 64
+        return min(self.tiles, room // (TILE_ROWS * self.k_width * 2))
+
+    @property
+    def odd_rows(self) -> int:
+        """Where odd rows begin after the even ones, if weights are streamed.
+
+        An odd multiple of 64 bytes, as between rows otherwise: there is no room for padding.
+        """
+        return self.slots * (TILE_ROWS // 2 * self.k_width * 2) + 64
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of all weights in shared memory."""
+        if self.streams:
+            return self.slots * (TILE_ROWS * self.k_width * 2) + 64
+        return self.rows * self.weight_bytes
+
+    @property
     def staged_tokens(self) -> int:
         """Rows of latents that shared memory holds: a round's, and what a cluster sums at once."""
         held = self.round_tokens * self.k_blocks
@@ -157,8 +208,18 @@ class TailGeometry:
 
     @property
     def partial_bytes(self) -> int:
-        """A round's sums by warps: [round_tokens * k_blocks, k_parts, rows] float32, padded."""
+        """A round's sums by warps: [round_tokens * k_blocks, k_parts, rows] float32, padded.
+
+        None if weights are streamed: a warp's sums take the place of its weights.
+        """
+        if self.streams:
+            return 0
         return self.round_tokens * self.k_blocks * self.partial_stride * 4
+
+    @property
+    def buffers(self) -> int:
+        """Buffers of sums by blocks: rounds of tokens take turns."""
+        return 1 if self.streams else 2
 
     @property
     def buffer_bytes(self) -> int:
@@ -172,7 +233,10 @@ class TailGeometry:
 
     @property
     def fetching_warps(self) -> int:
-        """The last warps, which start the copies of weights: one takes 28 ns a copy, two 17."""
+        """The last warps, which start the copies of weights: one takes 28 ns a copy, two 17.
+
+        If weights are streamed, these warps do nothing else.
+        """
         return min(2, self.warps // 2)
 
     @property
@@ -181,14 +245,14 @@ class TailGeometry:
         return 32 * self.fetching_warps
 
     @property
-    def holds_early(self) -> bool:
-        """Whether registers have room for weights before the reduction: not beside 16 tokens."""
-        return self.token_tiles == 1
-
-    @property
     def reads_all(self) -> bool:
         """Whether a warp reads its weights into registers before the product: all are kept."""
         return self.k_parts > 1
+
+    @property
+    def reads_early(self) -> bool:
+        """Whether it does so before the norm: no room beside 16 tokens or rows of experts."""
+        return self.reads_all and self.token_tiles == 1 and not self.experts_per_token
 
     @property
     def barriers(self) -> int:
@@ -197,8 +261,10 @@ class TailGeometry:
 
     @property
     def num_barriers(self) -> int:
-        """Of the header, of the squares, of two buffers of sums, of each tile of weights."""
-        return 4 + self.tiles
+        """Of the header, of the squares, of two buffers of sums, of each tile of weights, and of
+        each tile whose place another takes.
+        """
+        return 4 + self.tiles + self.tiles - self.slots
 
     @property
     def parts(self) -> tuple[int, int, int]:
@@ -210,7 +276,7 @@ class TailGeometry:
     @property
     def partials(self) -> int:
         """Offset of the sums by warps."""
-        return self.parts[2] + self.rows * self.weight_bytes
+        return self.parts[2] + self.weights_bytes
 
     @property
     def sums(self) -> int:
@@ -220,7 +286,7 @@ class TailGeometry:
     @property
     def shared_bytes(self) -> int:
         """All of it."""
-        return self.sums + 2 * self.buffer_bytes
+        return self.sums + self.buffers * self.buffer_bytes
 
     @property
     def result_width(self) -> int:
@@ -230,7 +296,7 @@ class TailGeometry:
     @property
     def grid_threads(self) -> int:
         """Threads of one rank."""
-        return self.grid[0] * self.threads
+        return self.grid[0] * self.workers
 
     @property
     def token_tiles(self) -> int:
@@ -246,7 +312,9 @@ def _odd_lines(steps: int) -> int:
     return 64 * (steps | 1)
 
 
-def kernel_facts(ranks: int, latent_size: int, hidden_size: int, num_tokens: int) -> dict[str, Any]:
+def kernel_facts(
+    ranks: int, latent_size: int, hidden_size: int, num_tokens: int, experts_per_token: int = 0
+) -> dict[str, Any]:
     """The geometry of a call, as arguments of `TailKernel`.
 
     Eight blocks of a cluster split K, clusters split the rows, and a block's warps split its row
@@ -269,7 +337,7 @@ def kernel_facts(ranks: int, latent_size: int, hidden_size: int, num_tokens: int
             f"hidden_size={hidden_size} over ranks={ranks} leaves {tiles // groups} row tiles a "
             f"block, more than its {WARPS} warps"
         )
-    return {
+    facts = {
         "ranks": ranks,
         "latent_size": latent_size,
         "hidden_size": hidden_size,
@@ -281,4 +349,14 @@ def kernel_facts(ranks: int, latent_size: int, hidden_size: int, num_tokens: int
         # More tokens a round than this spill registers: fewer ranks hold more rows each.
         "round_tokens": 1 if num_tokens <= K_BLOCKS else min(ranks, 8),
         "two_shot": goes_in_two_shots(num_tokens, ranks),
+        "experts_per_token": experts_per_token,
     }
+    # Beside the partials of 8 ranks and rows of experts, registers have no room for more warps.
+    crowded = experts_per_token > 0 and ranks >= 8
+    if num_tokens <= K_BLOCKS and tiles // groups >= STREAMED_TILES and not crowded:
+        window = max(min(MOST_WINDOW, tiles // groups // 2), 1)
+        streamed = facts | {"k_parts": 1, "streams": True, "window": window}
+        geometry = TailGeometry(**streamed)
+        if geometry.tiles <= 2 * geometry.slots:  # a place is taken once more
+            return streamed
+    return facts

@@ -12,8 +12,14 @@ columns) and, with its cluster, share g of the rank's rows of the up-projection.
   one takes 17 ns, 4 us for all at TP=2, so nobody waits for these warps before the norm is done;
   that is why the header, which one warp loads, is handed to the others by a barrier of its own.
   Every lane loads what else depends on nothing: its first piece of the partials and its part of the
-  norm's gain. What shared memory cannot hold of the weights (a fifth at TP=2) goes into registers,
-  once the partials are on their way.
+  norm's gain. With more than 8 tokens at TP=2, shared memory cannot hold all weights; the rest goes
+  into registers after the norm.
+- Up to 8 tokens, where a block has 4 row tiles or more (TP=2, 4, 8), weights are streamed, and the
+  copies have warps of their own. A few tiles are on their way at a time: with 200 KB in flight a
+  load of anything else takes up to 5 us, and an exchange takes several. Each warp multiplies its
+  tile as it lands and hands over its sums, so that after the last tile only that one's product is
+  left to do. At TP=2 the last tile takes the place of the first. (Registers for what has no place
+  cost 1.5 us: their loads come last and hold up those behind them.)
 - All blocks publish to the other ranks: partial latents (or the weighted sum of the unfinalised
   rows) and slices of the shared partial, spread over the grid by warps. Then the upper half of the
   warps re-arms the previous slot, while the lower one polls. What a rank needs of its own partials
@@ -23,13 +29,15 @@ columns) and, with its cluster, share g of the rank's rows of the up-projection.
   shared memory), which add them in one order. In one shot every cluster does every row, its
   block b only slice b, so n is where the product wants it. In two shots cluster g does rows
   g, g + groups, .. of those that the rank owns and stores n to all ranks; then every block
-  polls its slice of all rows.
+  polls its slice of all rows. Weights that are not streamed are read into registers meanwhile,
+  where these have room.
 - Project: m16n8k16 with 16 weight rows as A and 8 tokens as B. A lane's 16 bytes are 8 adjacent k
   of a row, where the instruction wants 2 + 2 at distance 8; as weights and latents are permuted
   alike, the sum over k is the same and nothing is shuffled. The warps' sums are added up and go to
   the block of the cluster that finishes the token, which adds them in order, rounds, adds the
-  shared partials (looked at before the product, polled after it), writes its columns of the result
-  and publishes them to the other ranks. Tokens are taken in rounds, on two buffers.
+  shared partials (looked at before the product; polled after it, or before the weights are here),
+  writes its columns of the result and publishes them to the other ranks. Tokens are taken in
+  rounds, on two buffers.
 - Gather: every lane polls its pieces of the other ranks' columns and writes the result. Before that
   one thread counts the block; the last block moves the header on. Nobody waits for this atomic.
 
@@ -39,7 +47,8 @@ stored, to other ranks too, has arrived: it costs more than the product.
 
 Why it cannot hang. Blocks wait for words that blocks of the same phase or an earlier one store, on
 this rank or another; phases are in one order in every block, and publishing waits for nothing. All
-blocks are resident, so all of them get there. How many bytes blocks of a cluster expect of one
+blocks are resident, so all of them get there. A tile that takes another one's place waits for that
+one's product, which waits for no later tile. How many bytes blocks of a cluster expect of one
 another depends on T alone, and nobody leaves before it has its own. A rank that does not come ends
 every poll by its budget (`give_up`); what a failure means for later calls is in docs/protocol.md.
 
@@ -55,29 +64,25 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from k3jax.ops import kernel_ptx as ptx
 from k3jax.ops.tail import kernel_words as words
 from k3jax.ops.tail.geometry import STEP, TILE_ROWS, kernel_facts
-from k3jax.ops.tail.kernel_mailboxes import Mailboxes
+from k3jax.ops.tail.kernel_exchange import Exchange, add_pairs, scaled
 from k3jax.runtime.program import Kernel
-from k3jax.runtime.workspace import (
-    ARRIVALS_WORD,
-    EPOCH_WORD,
-    PREVIOUS_WORD,
-    RANK_WORD,
-    SLOTS,
-)
+from k3jax.runtime.workspace import EPOCH_WORD, RANK_WORD, SLOTS
 
-HEADER, SQUARES, SUMS, WEIGHTS = 0, 1, 2, 4
-"""Shared-memory barriers of a block; there are two buffers of sums, and tiles of weights."""
+SQUARES, SUMS, WEIGHTS = 1, 2, 4
+"""Shared-memory barriers of a block after that of the header; there are two buffers of sums, and
+tiles of weights.
+"""
 
 POLLED_LOADS = 8
 """Most loads of 16 bytes that a lane has in flight while it polls partial latents."""
 STAGED_LOADS = 4
 """The same for finished rows."""
-WEIGHED_LOADS = 8
-"""The same for rows of experts."""
+TILE_SUMS = TILE_ROWS + 4
+"""Floats from one token's sums over a tile to the next, where they take the tile's place."""
 
 
 @dataclass(frozen=True)
-class TailKernel(Mailboxes, Kernel):
+class TailKernel(Exchange, Kernel):
     """y = r(r(n W^T) + s), exchanged through mailboxes; `TailGeometry` holds the static facts."""
 
     parameters = (
@@ -95,6 +100,7 @@ class TailKernel(Mailboxes, Kernel):
         ("budget", "int32"),  # polls of a lane before it gives up
         ("eps", "float32"),
     )
+    min_blocks = 1  # more would spill registers, and shared memory holds no second block
 
     @cute.kernel
     def device(
@@ -118,15 +124,33 @@ class TailKernel(Mailboxes, Kernel):
         thread, _, _ = cute.arch.thread_idx()
         smem = Uint32(cute.arch.get_dyn_smem(Uint32, alignment=128).toint())
         own = workspace + Int64(rank_here) * Int64(workspace_stride)
-        row = Int64(num_tokens) * 2
-        latent = latent + rank_here * row * (self.latent_size * max(self.experts_per_token, 1))
-        shared = shared + rank_here * row * self.hidden_size
-        out = out + rank_here * row * self.result_width
-        sources = (latent, weights, ids, shared)
+        arrays = (latent, weights, ids, shared)
 
         self.make_barriers(smem)
         words.cluster_arrive()
-        self.fetch_weights(up_proj, own, up_proj_stride, smem)
+        arguments = (gain, up_proj, out, own, up_proj_stride, num_tokens, budget, eps, smem)
+        if cutlass.const_expr(self.streams):
+            if thread >= self.workers:
+                self.fetch_weights(up_proj, own, up_proj_stride, smem)
+                cute.arch.sync_warp()
+                words.cluster_wait()
+            else:
+                self.work(arrays, *arguments)
+        else:
+            self.fetch_weights(up_proj, own, up_proj_stride, smem)
+            self.work(arrays, *arguments)
+
+    @cute.jit
+    def work(
+        self, arrays, gain, up_proj, out, own, up_proj_stride, num_tokens, budget, eps, smem
+    ):  # fmt: skip
+        """All that a thread does but for starting copies of weights."""
+        thread, _, _ = cute.arch.thread_idx()
+        latent, weights, ids, shared = arrays
+        latent = self.own_part(
+            latent, num_tokens, self.latent_size * max(self.experts_per_token, 1)
+        )
+        sources = (latent, weights, ids, self.own_part(shared, num_tokens, self.hidden_size))
         cute.arch.griddepcontrol_wait()
         header = cute.make_rmem_tensor((2,), Uint32)
         self.load_header(own, header)
@@ -139,28 +163,48 @@ class TailKernel(Mailboxes, Kernel):
         rank = ptx.load_shared(smem + Uint32(RANK_WORD * 4))
         if (failed != Uint32(0)) & (failed != epoch + Uint32(1)):
             self.arrive(own, epoch, num_tokens)
-            self.fill_with_nan(out, num_tokens)
+            self.fill_with_nan(self.own_part(out, num_tokens, self.result_width), num_tokens)
+            if thread < self.tiles - self.slots:  # copies wait for these places
+                ptx.barrier_arrive(self.freed(thread, smem))
             for tile in cutlass.range(self.tiles):
                 self.wait_for_weights(tile, smem)
             words.cluster_wait()
         else:
             slot = Int32(epoch % Uint32(SLOTS))
             self.publish(sources, piece, rank, slot, num_tokens, smem)
-            if (epoch != Uint32(0)) & (thread >= self.threads // 2):
+            if (epoch != Uint32(0)) & (thread >= self.workers // 2):
                 self.rearm(own, rank, (slot + SLOTS - 1) % SLOTS, Int32(previous))
-            held = []
-            if cutlass.const_expr(self.holds_early):
-                held = self.load_weights(up_proj, rank * up_proj_stride)
             words.cluster_wait()
+            kept = cute.make_rmem_tensor((8 * self.steps,), Uint32)
             left = self.reduce(
-                own, latent, factors, rank, slot, num_tokens, epoch, budget, eps, smem
+                own, latent, factors, kept, rank, slot, num_tokens, epoch, budget, eps, smem
             )
-            if cutlass.const_expr(not self.holds_early):
-                held = self.load_weights(up_proj, rank * up_proj_stride)
-            left = self.project(own, shared, out, held, rank, slot, num_tokens, epoch, left, smem)
+            held = self.load_weights(up_proj, rank * up_proj_stride)
+            out = self.own_part(out, num_tokens, self.result_width)
+            shared = self.own_part(shared, num_tokens, self.hidden_size)
+            left = self.project(
+                own, shared, out, held, kept, rank, slot, num_tokens, epoch, left, smem
+            )
             self.arrive(own, epoch, num_tokens)
             if cutlass.const_expr(not self.scattered):
                 self.gather(own, out, rank, slot, num_tokens, epoch, left)
+
+    @cute.jit
+    def own_part(self, address: Int64, rows: Int32, width: cutlass.Constexpr) -> Int64:
+        """This rank's rows of all ranks', in a loopback launch; else all there are.
+
+        Worked out where it is wanted: registers are short.
+        """
+        rank_here = Int32(ptx.kept(Uint32(cute.arch.block_idx()[1])))
+        return address + Int64(rank_here * rows) * (width * 2)
+
+    @cute.jit
+    def sync(self):
+        """A barrier of the threads that do not only start copies."""
+        if cutlass.const_expr(self.streams):
+            cute.arch.barrier(barrier_id=1, number_of_threads=self.workers)
+        else:
+            cute.arch.sync_threads()
 
     # ---- weights ------------------------------------------------------------------------------
 
@@ -174,16 +218,14 @@ class TailKernel(Mailboxes, Kernel):
         cute.arch.sync_threads()
 
     @cute.jit
-    def barrier(self, smem: Uint32, index) -> Uint32:
-        """Address of a barrier."""
-        return smem + Uint32(self.barriers) + Uint32(index * 8)
-
-    @cute.jit
     def fetch_weights(self, up_proj: Int64, own: Int64, stride: Int32, smem: Uint32):
-        """The last warps start the copies of the block's rows into shared memory."""
+        """The last warps start the copies of the block's rows into shared memory.
+
+        They take turns, so that tiles land in order.
+        """
         lane = cute.arch.thread_idx()[0] - (self.threads - self.fetching_threads)
         if lane >= 0:
-            width = self.kept_steps * STEP * 2
+            width = self.kept_width
             for tile in cutlass.range(lane, self.tiles, self.fetching_threads):
                 ptx.barrier_expect(self.barrier(smem, WEIGHTS + tile), Int32(TILE_ROWS * width))
             rank = Int32(0)
@@ -191,13 +233,46 @@ class TailKernel(Mailboxes, Kernel):
                 rank = Int32(words.load_peer_word(own, RANK_WORD * 4))
             policy = ptx.evict_first_policy()
             source = self.slice_of_row(up_proj, rank * stride)
-            # Warps take turns, so that tiles land in order.
             turn = lane % 32 * self.fetching_warps + lane // 32
-            for row in cutlass.range(turn, self.rows, self.fetching_threads):
-                target = smem + Uint32(self.parts[2]) + Uint32(row * self.weight_bytes)
-                at = source + Int64(row) * (self.latent_size * 2)
-                barrier = self.barrier(smem, WEIGHTS + row // TILE_ROWS)
-                ptx.bulk_copy(target, at, Int32(width), barrier, policy)
+            if cutlass.const_expr(self.streams):
+                self.stream_tiles(source, turn, policy, smem)
+            else:
+                for row in cutlass.range(turn, self.rows, self.fetching_threads):
+                    self.fetch_row(source, row // TILE_ROWS, row % TILE_ROWS, policy, smem)
+
+    @cute.jit
+    def stream_tiles(self, source: Int64, turn: Int32, policy, smem: Uint32):
+        """Copies of tile after tile, `window` of them on their way at a time."""
+        for tile in cutlass.range(self.tiles):
+            if tile >= self.window:
+                self.wait_for_weights(tile - self.window, smem)
+            if tile >= self.slots:
+                ptx.barrier_wait(self.freed(tile - self.slots, smem), Uint32(0))
+            if turn < TILE_ROWS:
+                self.fetch_row(source, tile, turn, policy, smem)
+
+    @cute.jit
+    def fetch_row(self, source: Int64, tile: Int32, row: Int32, policy, smem: Uint32):
+        """Starts the copy of a row of a tile."""
+        at = source + Int64(tile * TILE_ROWS + row) * (self.latent_size * 2)
+        barrier = self.barrier(smem, WEIGHTS + tile)
+        target = self.weight_row(tile, row, smem)
+        ptx.bulk_copy(target, at, Int32(self.kept_width), barrier, policy)
+
+    @cute.jit
+    def weight_row(self, tile: Int32, row: Int32, smem: Uint32) -> Uint32:
+        """A row of a tile in shared memory."""
+        start = smem + Uint32(self.parts[2])
+        if cutlass.const_expr(self.streams):
+            slot = cutlass.select_(tile < self.slots, tile, tile - self.slots)
+            place = slot * (TILE_ROWS // 2) + row // 2
+            return start + Uint32(place * self.kept_width + row % 2 * self.odd_rows)
+        return start + Uint32((tile * TILE_ROWS + row) * self.weight_bytes)
+
+    @cute.jit
+    def freed(self, tile: Int32, smem: Uint32) -> Uint32:
+        """The barrier that says that a tile's place may be taken."""
+        return self.barrier(smem, WEIGHTS + self.tiles + tile)
 
     @cute.jit
     def slice_of_row(self, up_proj: Int64, first_row: Int32) -> Int64:
@@ -236,11 +311,10 @@ class TailKernel(Mailboxes, Kernel):
         """A lane's 16 bytes of rows g and g + 8 for one step, out of shared memory."""
         thread, _, _ = cute.arch.thread_idx()
         warp, lane = thread // 32, thread % 32
-        row = warp // self.k_parts * TILE_ROWS + lane // 4
         step = warp % self.k_parts * self.steps + step
-        at = smem + Uint32(self.parts[2] + row * self.weight_bytes + step * (STEP * 2))
-        at = at + Uint32(lane % 4 * 16)
-        return ptx.load_shared_4(at), ptx.load_shared_4(at + Uint32(8 * self.weight_bytes))
+        at = self.weight_row(warp // self.k_parts, lane // 4, smem)
+        at = at + Uint32(step * (STEP * 2) + lane % 4 * 16)
+        return ptx.load_shared_4(at), ptx.load_shared_4(at + Uint32(self.eight_rows))
 
     @cute.jit
     def step_weights(self, held: cutlass.Constexpr, kept, step: cutlass.Constexpr, smem: Uint32):
@@ -263,136 +337,10 @@ class TailKernel(Mailboxes, Kernel):
         column = (block % self.k_blocks) * self.k_width + chunk * 8
         return words.load_if(last, gain + Int64(column) * 2)
 
-    # ---- header -------------------------------------------------------------------------------
-
-    @cute.jit
-    def load_header(self, own: Int64, header: cute.Tensor):
-        """The first warp's loads of the header, two words a lane."""
-        lane, _, _ = cute.arch.thread_idx()
-        if lane < 32:
-            for i in cutlass.range_constexpr(2):
-                header[i] = words.load_peer_word(own + lane * 4, i * 128)
-
-    @cute.jit
-    def share_header(self, header: cute.Tensor, smem: Uint32):
-        """Returns once the first warp has stored the header into shared memory.
-
-        Not by a barrier of the block: that would wait for the warps that start copies.
-        """
-        lane, _, _ = cute.arch.thread_idx()
-        if lane < 32:
-            for i in cutlass.range_constexpr(2):
-                ptx.store_shared(smem + Uint32(lane * 4 + i * 128), header[i])
-            cute.arch.sync_warp()
-            if lane == 0:
-                ptx.barrier_arrive(self.barrier(smem, HEADER))
-        ptx.barrier_wait(self.barrier(smem, HEADER), Uint32(0))
-
-    @cute.jit
-    def arrive(self, own: Int64, epoch: Uint32, num_tokens: Int32):
-        """Counts this block as past the header; the last one moves the header on.
-
-        It takes an atomic's time, in a warp that finishes no token, when nobody waits for it.
-        """
-        if cute.arch.thread_idx()[0] == self.threads // 2 - 32:
-            before = words.atomic_add(own + ARRIVALS_WORD * 4, Uint32(1))
-            if before == Uint32(self.grid[0] - 1):
-                words.store_peer_word(own + ARRIVALS_WORD * 4, Uint32(0))
-                words.store_peer_word(own + EPOCH_WORD * 4, epoch + Uint32(1))
-                call = Uint32(2) * Uint32(num_tokens) + Uint32(int(self.two_shot))
-                words.store_peer_word(own + PREVIOUS_WORD * 4, call)
-
-    @cute.jit
-    def fill_with_nan(self, out: Int64, num_tokens: Int32):
-        """The result of a call after a failure."""
-        nan = Uint32(words.NAN_PAIR)
-        pieces = num_tokens * (self.result_width // 8)
-        for piece in cutlass.range(self.spread_thread(), pieces, self.grid_threads):
-            words.store_words(out + Int64(piece) * 16, (nan, nan, nan, nan))
-
-    # ---- publish ------------------------------------------------------------------------------
-
-    @cute.jit
-    def load_piece(self, sources, index: Int32, num_tokens: Int32, piece: cute.Tensor):
-        """16 bytes to publish: first all rows of the latent, then all of the shared partial."""
-        latent, weights, ids, shared = sources
-        pieces, of_shared = self.latent_size // 8, self.hidden_size // 8
-        beyond = index - num_tokens * pieces
-        last = num_tokens * of_shared - 1 - beyond
-        address = latent + Int64(index) * 16
-        if beyond >= 0:
-            address = shared + Int64(beyond) * 16
-        if cutlass.const_expr(self.experts_per_token):
-            if beyond < 0:
-                got = self.weigh(latent, weights, ids, index // pieces, index % pieces)
-                for j in cutlass.range_constexpr(4):
-                    piece[j] = got[j]
-            else:
-                self.load_into(piece, last, address)
-        else:
-            self.load_into(piece, last, address)
-
-    @cute.jit
-    def load_into(self, piece: cute.Tensor, condition: Int32, address: Int64):
-        """16 bytes, where the condition is not negative."""
-        got = words.load_if(condition, address)
-        for j in cutlass.range_constexpr(4):
-            piece[j] = got[j]
-
-    @cute.jit
-    def publish(self, sources, piece, rank, slot, num_tokens, smem):
-        """Own partial latents to all ranks or to the owners of their rows; own shared partials,
-        each slice of columns to its owner. `piece` holds the thread's first.
-        """
-        pieces, owned = self.latent_size // 8, self.layout.columns // 8
-        of_shared = self.hidden_size // 8
-        first = Int32(self.spread_thread())
-        of_latent = num_tokens * pieces
-        for index in cutlass.range(first, num_tokens * (pieces + of_shared), self.grid_threads):
-            got = [words.canonical(piece[j]) for j in range(4)]
-            self.load_piece(sources, index + self.grid_threads, num_tokens, piece)
-            row = (slot * self.ranks + rank) * self.max_tokens
-            if index < of_latent:
-                token = index // pieces
-                at = Int64(row + token) * pieces + index % pieces
-                at = self.layout.latent + at * 16
-                if cutlass.const_expr(self.two_shot):
-                    self.send(smem, token % self.ranks, self.kept_from(rank), at, got)
-                else:
-                    self.send_to_all(smem, self.kept_from(rank), at, got)
-            else:
-                column = (index - of_latent) % of_shared
-                row = row + (index - of_latent) // of_shared
-                at = self.layout.shared + (Int64(row) * owned + column % owned) * 16
-                self.send(smem, column // owned, rank, at, got)
-
-    def kept_from(self, rank: Int32) -> Int32:
-        """The rank whose partial latent is read where it is: none if rows are weighed first."""
-        return Int32(-1) if self.experts_per_token else rank
-
-    @cute.jit
-    def weigh(self, rows: Int64, weights: Int64, ids: Int64, token: Int32, piece: Int32):
-        """8 columns of the weighted sum of a token's expert rows; id -1 counts as nothing."""
-        sums = cute.make_rmem_tensor((8,), Float32)
-        sums.fill(0.0)
-        pair = Int64(token) * self.experts_per_token
-        address = rows + (pair * self.latent_size + piece * 8) * 2
-        for k in cutlass.range(self.experts_per_token, unroll=WEIGHED_LOADS):
-            expert = ptx.load_global(ids + (pair + k) * 4)
-            weight = ptx.load_global_float(weights + (pair + k) * 4)
-            weight = cutlass.select_(expert >= 0, weight, Float32(0.0))
-            loaded = ptx.load_global_4(address + Int64(k) * (self.latent_size * 2))
-            for j in cutlass.range_constexpr(4):
-                # No load waits for the id: a dropped row is read too, and may hold anything.
-                word = cutlass.select_(expert >= 0, loaded[j], Uint32(0))
-                sums[2 * j] = ptx.fused(ptx.low_float(word), weight, sums[2 * j])
-                sums[2 * j + 1] = ptx.fused(ptx.high_float(word), weight, sums[2 * j + 1])
-        return [ptx.round_pair(sums[2 * j], sums[2 * j + 1]) for j in range(4)]
-
     # ---- reduce -------------------------------------------------------------------------------
 
     @cute.jit
-    def reduce(self, own, latent, factors, rank, slot, num_tokens, epoch, left, eps, smem):
+    def reduce(self, own, latent, factors, kept, rank, slot, num_tokens, epoch, left, eps, smem):
         """m and n of the rows that this cluster sums; returns what is left of the budget."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -429,6 +377,9 @@ class TailKernel(Mailboxes, Kernel):
                 at = (index * self.k_blocks + block % self.k_blocks) * self.row_warps + part
                 at = smem + Uint32(self.parts[0] + at * 4)
                 words.store_async(at, lane, [square], squares)
+        if (warp < self.multipliers) & self.reads_early:  # while the squares are on their way
+            self.wait_for_weights(warp // self.k_parts, smem)
+            self.read_weights(kept, smem)
         ptx.barrier_wait(squares, Uint32(0))
 
         for unit in cutlass.range(warp, total, self.warps):
@@ -436,7 +387,7 @@ class TailKernel(Mailboxes, Kernel):
             if chunk < self.chunks:
                 scale = self.scale_of(index, eps, smem)
                 at = self.staged(smem, index) + Uint32(chunk * 16)
-                normed = _scale(ptx.load_shared_4(at), factors, scale)
+                normed = scaled(ptx.load_shared_4(at), factors, scale)
                 if cutlass.const_expr(self.two_shot):
                     finished = slot * self.max_tokens + first + index * stride
                     to = self.layout.normed + (Int64(finished) * self.latent_size + column) * 2
@@ -446,7 +397,7 @@ class TailKernel(Mailboxes, Kernel):
                 else:
                     words.store_shared_words(at, normed)
         if cutlass.const_expr(self.two_shot):
-            cute.arch.sync_threads()  # finished rows take the place of these
+            self.sync()  # finished rows take the place of these
         return left
 
     @cute.jit
@@ -494,49 +445,81 @@ class TailKernel(Mailboxes, Kernel):
     # ---- project ------------------------------------------------------------------------------
 
     @cute.jit
-    def project(self, own, shared, out, held, rank, slot, num_tokens, epoch, left, smem):
+    def project(self, own, shared, out, held, kept, rank, slot, num_tokens, epoch, left, smem):
         """Rounds of tokens through the matrix instructions; returns what is left of the budget."""
-        round_tokens = self.round_tokens * self.k_blocks
-        multiplies = cute.arch.thread_idx()[0] < 32 * self.multipliers
-        kept = cute.make_rmem_tensor((8 * self.steps,), Uint32)
-        tile = cute.arch.thread_idx()[0] // 32 // self.k_parts
-        if multiplies & self.reads_all:
-            self.wait_for_weights(tile, smem)
-            if cutlass.const_expr(self.holds_early):  # while other warps are about to norm
-                self.read_weights(kept, smem)
-        for first in cutlass.range(0, num_tokens, round_tokens):
-            count = cutlass.min(num_tokens - first, round_tokens)
-            number = first // round_tokens
-            rows = first
-            if cutlass.const_expr(self.two_shot):
-                left = self.stage_normed(own, slot, first, count, epoch, left, smem)
-                rows = Int32(0)
-            cute.arch.sync_threads()
-            token, column, here = self.finished(count)
-            loads = self.shared_loads(own, slot, first + token, column)
-            partials = cute.make_rmem_tensor((self.ranks,), Uint32)
-            if here:
-                self.look(loads, partials)
-            if multiplies:
-                if cutlass.const_expr(not self.reads_all):
-                    self.wait_for_weights(tile, smem)
-                elif cutlass.const_expr(not self.holds_early):
-                    self.read_weights(kept, smem)
-                for group in cutlass.range(0, count, 8 * self.token_tiles):
-                    self.multiply(held, kept, rows, count, group, smem)
-            mine = Uint32(0)
-            if here:
-                at = Int64(first + token) * self.hidden_size + rank * self.layout.columns + column
-                mine = words.load_word(shared + at * 2)
-            cute.arch.sync_threads()
-            self.hand_over(count, number, smem)
-            word = Uint32(0)
-            if here:
-                left = self.poll(own, epoch, left, rank, loads, partials)
-                routed = self.sum_blocks(token, column, number, smem)
-                word = _add_pairs(routed, self.sum_pairs(partials, mine, rank))
-            self.publish_output(out, word, rank, slot, first + token, column, here, smem)
+        arrays = (shared, out, held, kept)
+        if cutlass.const_expr(self.streams):
+            zero = Int32(0)
+            left = self.project_round(
+                own, arrays, rank, slot, zero, num_tokens, zero, epoch, left, smem
+            )
+        else:
+            if cutlass.const_expr(self.reads_all and not self.reads_early):
+                warp = cute.arch.thread_idx()[0] // 32
+                if warp < self.multipliers:
+                    self.wait_for_weights(warp // self.k_parts, smem)
+            round_tokens = self.round_tokens * self.k_blocks
+            for first in cutlass.range(0, num_tokens, round_tokens):
+                count, number = cutlass.min(num_tokens - first, round_tokens), first // round_tokens
+                left = self.project_round(
+                    own, arrays, rank, slot, first, count, number, epoch, left, smem
+                )
         return left
+
+    @cute.jit
+    def project_round(self, own, arrays, rank, slot, first, count, number, epoch, left, smem):
+        """Some tokens from `first` on; returns what is left of the budget."""
+        shared, out, held, kept = arrays
+        multiplies = cute.arch.thread_idx()[0] < 32 * self.multipliers
+        tile = cute.arch.thread_idx()[0] // 32 // self.k_parts
+        rows = first
+        if cutlass.const_expr(self.two_shot):
+            left = self.stage_normed(own, slot, first, count, epoch, left, smem)
+            rows = Int32(0)
+        self.sync()
+        token, column, here = self.finished(count)
+        loads = self.shared_loads(own, slot, first + token, column)
+        partials = cute.make_rmem_tensor((self.ranks,), Uint32)
+        added = Uint32(0)
+        if here:
+            self.look(loads, partials)
+            if cutlass.const_expr(self.streams):  # before the weights are here
+                left = self.poll(own, epoch, left, rank, loads, partials)
+                mine = self.own_shared(shared, first + token, column, rank)
+                added = self.sum_pairs(partials, mine, rank)
+        if multiplies:
+            if cutlass.const_expr(not self.reads_all):
+                self.wait_for_weights(tile, smem)
+            elif cutlass.const_expr(not self.reads_early):
+                self.read_weights(kept, smem)
+            for group in cutlass.range(0, count, 8 * self.token_tiles):
+                self.multiply(held, kept, rows, count, group, smem)
+        if cutlass.const_expr(self.streams):
+            if multiplies:
+                self.hand_over_tile(count, number, smem)
+            token, column, here = self.finished(count)  # worked out again: registers are short
+        mine = Uint32(0)
+        if cutlass.const_expr(not self.streams):
+            if here:
+                mine = self.own_shared(shared, first + token, column, rank)
+            self.sync()
+            self.hand_over(count, number, smem)
+        word = Uint32(0)
+        if here:
+            if cutlass.const_expr(not self.streams):
+                left = self.poll(own, epoch, left, rank, loads, partials)
+            routed = self.sum_blocks(token, column, number, smem)
+            if cutlass.const_expr(not self.streams):
+                added = self.sum_pairs(partials, mine, rank)
+            word = add_pairs(routed, added)
+        self.publish_output(out, word, rank, slot, first + token, column, here, smem)
+        return left
+
+    @cute.jit
+    def own_shared(self, shared: Int64, token: Int32, column: Int32, rank: Int32) -> Uint32:
+        """Two columns of this rank's own shared partial."""
+        place = Int64(token) * self.hidden_size + rank * self.layout.columns + column
+        return words.load_word(shared + place * 2)
 
     @cute.jit
     def stage_normed(self, own, slot, first, count, epoch, left, smem):
@@ -547,17 +530,17 @@ class TailKernel(Mailboxes, Kernel):
         mailbox = own + self.layout.normed + Int64(column) * 2
         row, total = slot * self.max_tokens + first, count * self.chunks
         got = cute.make_rmem_tensor((4 * STAGED_LOADS,), Uint32)
-        for base in cutlass.range(thread, total, self.threads * STAGED_LOADS):
+        for base in cutlass.range(thread, total, self.workers * STAGED_LOADS):
             loads = []
             for i in cutlass.range_constexpr(STAGED_LOADS):
-                unit = cutlass.min(base + i * self.threads, total - 1)  # past the end, the last
+                unit = cutlass.min(base + i * self.workers, total - 1)  # past the end, the last
                 place = Int64(row + unit // self.chunks) * (self.latent_size * 2)
                 owner = (first + unit // self.chunks) % self.ranks
                 loads.append((mailbox + place + unit % self.chunks * 16, 0, owner))
             self.look(loads, got)
             left = self.poll(own, epoch, left, Int32(-1), loads, got)
             for i in cutlass.range_constexpr(STAGED_LOADS):
-                unit = base + i * self.threads
+                unit = base + i * self.workers
                 if unit < total:
                     at = self.staged(smem, unit // self.chunks) + Uint32(unit % self.chunks * 16)
                     words.store_shared_words(at, [got[4 * i + j] for j in range(4)])
@@ -589,6 +572,10 @@ class TailKernel(Mailboxes, Kernel):
                     chain = half % width
                     chains[n][chain] = ptx.multiply_add(a, (x[i], x[j]), chains[n][chain])
         place = part * self.rows + tile * TILE_ROWS + lane // 4
+        own_place = smem
+        if cutlass.const_expr(self.streams):
+            cute.arch.sync_warp()  # the tile's weights have been read
+            own_place = self.weight_row(tile, Int32(0), smem)
         for n in cutlass.range_constexpr(tiles):
             total = chains[n][0]
             if cutlass.const_expr(width == 2):
@@ -597,6 +584,8 @@ class TailKernel(Mailboxes, Kernel):
                 token = first + 8 * n + lane % 4 * 2 + i
                 if token < count:
                     at = smem + Uint32(self.partials + (token * self.partial_stride + place) * 4)
+                    if cutlass.const_expr(self.streams):
+                        at = own_place + Uint32((token * TILE_SUMS + lane // 4) * 4)
                     ptx.store_shared_float(at, total[i])
                     ptx.store_shared_float(at + Uint32(32), total[2 + i])
 
@@ -621,7 +610,7 @@ class TailKernel(Mailboxes, Kernel):
         if thread == 0:
             tokens = (count - block + (self.k_blocks - 1)) // self.k_blocks
             ptx.barrier_expect(barrier, tokens * self.buffer_bytes // self.round_tokens)
-        for unit in cutlass.range(thread, count * quads, self.threads):
+        for unit in cutlass.range(thread, count * quads, self.workers):
             token, row = unit // quads, unit % quads * 4
             at = smem + Uint32(self.partials + (token * self.partial_stride + row) * 4)
             total = words.load_four_floats(at)
@@ -632,27 +621,45 @@ class TailKernel(Mailboxes, Kernel):
             words.store_async(sums + Uint32(place * 4), token % self.k_blocks, total, barrier)
 
     @cute.jit
+    def hand_over_tile(self, count: Int32, number: Int32, smem: Uint32):
+        """The same by each warp for its own tile, whose place is free then."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        block, tile, lane = block % self.k_blocks, thread // 32, thread % 32
+        sums, barrier, _ = self.buffer(number, smem)
+        if thread == 0:
+            tokens = (count - block + (self.k_blocks - 1)) // self.k_blocks
+            ptx.barrier_expect(barrier, tokens * self.buffer_bytes // self.round_tokens)
+        start, quads = self.weight_row(tile, Int32(0), smem), TILE_ROWS // 4
+        cute.arch.sync_warp()
+        for unit in cutlass.range(lane, count * quads, 32):
+            token, row = unit // quads, unit % quads * 4
+            total = words.load_four_floats(start + Uint32((token * TILE_SUMS + row) * 4))
+            place = token // self.k_blocks * self.k_blocks + block
+            at = sums + Uint32((place * self.rows + tile * TILE_ROWS + row) * 4)
+            words.store_async(at, token % self.k_blocks, total, barrier)
+        if tile < self.tiles - self.slots:
+            words.fence_proxy()
+            cute.arch.sync_warp()
+            if lane == 0:
+                ptx.barrier_arrive(self.freed(tile, smem))
+
+    @cute.jit
     def finished(self, count: Int32):
         """Which token of a round and which columns of the rank this thread finishes, two columns.
 
         The last threads do it: their warps did not multiply, if any did not. The third is whether
         there is such a token.
         """
-        thread = Int32(self.threads - 1) - cute.arch.thread_idx()[0]
+        thread = Int32(self.workers - 1) - cute.arch.thread_idx()[0]
+        if cutlass.const_expr(self.streams):
+            thread = Int32(ptx.kept(Uint32(thread)))
         block, _, _ = cute.arch.block_idx()
         pairs = self.rows // 2
         index = thread // pairs
         token = index * self.k_blocks + block % self.k_blocks
         column = block // self.k_blocks * self.rows + (pairs - 1 - thread % pairs) * 2
         return token, column, (index < self.round_tokens) & (token < count)
-
-    @cute.jit
-    def shared_loads(self, own, slot, token, column):
-        """What to look at for the shared partials of two columns of a token."""
-        row = Int64(slot * (self.ranks * self.max_tokens) + token)
-        at = own + self.layout.shared + (row * self.layout.columns + column) * 2
-        between = self.max_tokens * self.layout.columns * 2
-        return [(at, sender * between, sender) for sender in range(self.ranks)]
 
     @cute.jit
     def sum_blocks(self, token: Int32, column: Int32, number: Int32, smem: Uint32) -> Uint32:
@@ -683,60 +690,17 @@ class TailKernel(Mailboxes, Kernel):
             if here & (lane % 4 == 0):
                 self.send_to_all(smem, rank, at, quad)
 
-    @cute.jit
-    def sum_pairs(self, pairs: cute.Tensor, mine: Uint32, rank: Int32) -> Uint32:
-        """r(sum over ranks, in order) of two columns, `mine` being this rank's."""
-        low, high = Float32(0.0), Float32(0.0)
-        for i in cutlass.range_constexpr(self.ranks):
-            pair = cutlass.select_(rank == i, mine, pairs[i])
-            low, high = low + ptx.low_float(pair), high + ptx.high_float(pair)
-        return ptx.round_pair(low, high)
 
-    # ---- gather -------------------------------------------------------------------------------
-
-    @cute.jit
-    def gather(self, own, out, rank, slot, num_tokens, epoch, left):
-        """The other ranks' columns, out of the mailbox into the result."""
-        pieces, owned = self.hidden_size // 8, self.layout.columns // 8
-        first, total = Int32(self.spread_thread()), num_tokens * pieces
-        mailbox = own + self.layout.output
-        mailbox = mailbox + Int64(slot * self.max_tokens) * (self.hidden_size * 2)
-        got = cute.make_rmem_tensor((4,), Uint32)
-        for piece in cutlass.range(first, total, self.grid_threads):
-            owner = piece % pieces // owned
-            if owner != rank:
-                loads = [(mailbox + Int64(piece) * 16, 0, owner)]
-                self.look(loads, got)
-                left = self.poll(own, epoch, left, rank, loads, got)
-                words.store_words(out + Int64(piece) * 16, [got[j] for j in range(4)])
-
-
-def _scale(pairs, factors, scale: Float32):
-    """r(m * scale * gain) of 8 columns."""
-    return [
-        ptx.round_pair(
-            ptx.low_float(pair) * scale * ptx.low_float(factor),
-            ptx.high_float(pair) * scale * ptx.high_float(factor),
-        )
-        for pair, factor in zip(pairs, factors, strict=True)
-    ]
-
-
-def _add_pairs(a: Uint32, b: Uint32) -> Uint32:
-    """r(a + b) of two columns, without -0."""
-    low = ptx.low_float(a) + ptx.low_float(b)
-    return words.canonical(ptx.round_pair(low, ptx.high_float(a) + ptx.high_float(b)))
-
-
-def _k3(ranks: int, num_tokens: int, **options) -> TailKernel:
-    return TailKernel(**kernel_facts(ranks, 3584, 7168, num_tokens), **options)
+def _k3(ranks: int, num_tokens: int, experts: int = 0, **options) -> TailKernel:
+    return TailKernel(**kernel_facts(ranks, 3584, 7168, num_tokens, experts), **options)
 
 
 REPRESENTATIVES = {
     "TP=2, 8 tokens": _k3(2, 8),
     "TP=4, 8 tokens": _k3(4, 8),
     "TP=8, 8 tokens": _k3(8, 8),
-    "TP=8, 8 tokens, unfinalised": _k3(8, 8, experts_per_token=16),
+    "TP=8, 8 tokens, unfinalised": _k3(8, 8, experts=16),
+    "TP=2, 8 tokens, unfinalised": _k3(2, 8, experts=16),
     "TP=8, 64 tokens": _k3(8, 64),
     "TP=2, 32 tokens": _k3(2, 32),
     "TP=16, 64 tokens, scattered": _k3(16, 64, scattered=True),
