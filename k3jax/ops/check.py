@@ -22,7 +22,7 @@ logger = logging.getLogger("k3jax")
 CHECKED_OPS = ("router", "experts")
 """Ops with a module `check` whose `check_kernels(target)` returns a `CheckResult`."""
 
-PROVEN = frozenset({("router", "sm_90a")})
+PROVEN = frozenset({("router", "sm_90a"), ("experts", "sm_90a")})
 """(op, architecture) whose kernels ran on a card and gave the right numbers; see docs/status.md."""
 
 
