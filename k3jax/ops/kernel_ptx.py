@@ -11,6 +11,8 @@ multiply: the shifted copies never meet in a bit, so no carry arises."""
 ONES = 0x7E807E80
 """A pair of bf16 2^126: brings codes to their values, where the scale needs its own multiply."""
 
+NOT_WRITTEN = 0xFFFFFFFF
+"""What no rounded pair of bf16 can be (`round_pair`): marks a word that no block has stored yet."""
 ARRIVING_LANES = 1
 """Lanes that arrive at a barrier for their warp, once it has come together: one is enough. A tool
 that follows each lane's arrivals apart takes that for a race; for it, kernels are built with 32."""
@@ -167,12 +169,20 @@ def barrier_arrive(address: Uint32):
     _ptx("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", (), address)
 
 
+@cute.jit
+def barrier_arrive_warp(address: Uint32):
+    """One arrival for the warp, once it has come together."""
+    cute.arch.sync_warp()
+    if arrives(cute.arch.lane_idx()):
+        barrier_arrive(address)
+
+
 def barrier_arrive_after(address: Uint32, pairs, arrives):
     """One arrival by the lanes that `arrives` names, once the rounded `pairs` are known.
 
     An arrival may overtake shared-memory loads issued just before it (seen on H200: a buffer was
-    refilled while its last load was on the way), so it is made to depend on what was loaded. No
-    rounded pair is 0xFFFFFFFF.
+    refilled while its last load was on the way), so it is made to depend on what was loaded: no
+    rounded pair is `NOT_WRITTEN`.
     """
     _ptx(
         "{ .reg .pred p; setp.ne.s32 p, {$r3}, 0; setp.ne.and.b32 p, {$r1}, -1, p; "
@@ -333,16 +343,11 @@ def spread_byte(word: Uint32, index: int) -> Uint32:
     return _ptx("prmt.b32 {$w0}, {$r0}, 0, " + selector + ";", [Uint32], word)
 
 
-def power_pair(q: Uint32) -> Uint32:
-    """A pair of bf16 2^(q - 127) * 2^126, for q up to 127 in both halves: exponent q + 126."""
-    bias = str(126 * 0x00800080)
-    return _ptx("mad.lo.u32 {$w0}, {$r0}, 128, " + bias + ";", [Uint32], q)
-
-
 def power_of_byte(words, index: int) -> Uint32:
-    """`power_pair` of byte `index` of some words, with a multiply that is no shift.
+    """A pair of bf16 2^(q - 127) * 2^126, q being byte `index` of some words and at most 127.
 
-    The compiler would make a shift of `power_pair`, on the pipe that dequantising fills.
+    Its exponent is q + 126. The multiply spreads q too: of one by a power of two the compiler makes
+    a shift, on the pipe that dequantising fills.
     """
     selector, bias = str(0x4440 | index % 4), str(126 * 0x00800080)
     return _ptx(

@@ -82,7 +82,7 @@ def decode_program(
 
 def _program(config, num_tokens, tp, target, weighted) -> Program:
     # Kernel modules import the CuTe DSL, which only whoever builds a program needs.
-    from k3jax.ops.experts.kernel_decode import NOT_WRITTEN
+    from k3jax.ops.kernel_ptx import NOT_WRITTEN
 
     inner = config.expert_intermediate_size // tp
     main = _main_kernel(config, num_tokens, inner, target, weighted)

@@ -4,7 +4,7 @@ import cutlass
 from cutlass import Int32, Uint32, cute
 
 from k3jax.ops import kernel_ptx as ptx
-from k3jax.ops.experts.packing import ELEMENT_BYTES
+from k3jax.ops.experts.packing import CHUNK, ELEMENT_BYTES
 
 
 def zeros(size, kind):
@@ -81,3 +81,53 @@ def _multiply(
             multiply_chunk(
                 words[4 * chunk : 4 * chunk + 4], factors, None, columns, first, sums, chunk
             )
+
+
+def multiply_groups(groups, columns, sums, chunks):
+    """`multiply_group` for several groups, with columns in shared memory: takes few registers.
+
+    Args:
+        groups: shared addresses of groups of packed weights.
+        columns: shared address of this lane's part of its column, where the groups begin.
+        sums: 8 registers for each group.
+        chunks: of a group.
+    """
+    lane = cute.arch.lane_idx()
+    elements = [group + Uint32(lane * 16) for group in groups]
+    offset = chunks * ELEMENT_BYTES + lane // 2 * (2 * chunks)
+    places = [group + Uint32(offset) for group in groups]
+    every = Uint32(0)
+    for place in places:
+        for word in ptx.load_scales(place, chunks):
+            every = every | word
+    large = ptx.any_lane(every & Uint32(0x80808080))
+    _multiply_groups(elements, places, columns, sums, chunks, large)
+
+
+@cute.jit
+def _multiply_groups(
+    elements, places, columns: Uint32, sums, chunks: cutlass.Constexpr, large: Int32
+):
+    """The groups' matrix instructions, for large scales as in `_multiply`.
+
+    Scales are loaded once more where they are used, and columns for each chunk.
+    """
+    for _ in cutlass.range(large, unroll=1):
+        for element, scale, chains in zip(elements, places, sums, strict=True):
+            for chunk in cutlass.range_constexpr(chunks):
+                place = columns + Uint32(chunk * (2 * CHUNK))
+                halves = [ptx.load_shared_volatile_4(place + Uint32(16 * i)) for i in range(2)]
+                both = ptx.load_shared_volatile_half(scale + Uint32(2 * chunk))
+                factors = [ptx.scale_value(ptx.spread_byte(both, row)) for row in range(2)]
+                words = ptx.load_shared_volatile_4(element + Uint32(chunk * ELEMENT_BYTES))
+                ones, held = [Uint32(ptx.ONES)] * 2, [*halves[0], *halves[1]]
+                multiply_chunk(words, ones, factors, held, 0, chains, 0)
+    if large == 0:
+        every = [ptx.load_scales(scale, chunks) for scale in places]
+        for chunk in cutlass.range_constexpr(chunks):
+            place = columns + Uint32(chunk * (2 * CHUNK))
+            held = [*ptx.load_shared_4(place), *ptx.load_shared_4(place + Uint32(16))]
+            for element, scales, chains in zip(elements, every, sums, strict=True):
+                factors = [ptx.power_of_byte(scales, 2 * chunk + row) for row in range(2)]
+                words = ptx.load_shared_4(element + Uint32(chunk * ELEMENT_BYTES))
+                multiply_chunk(words, factors, None, held, 0, chains, 0)

@@ -73,8 +73,6 @@ from k3jax.runtime.program import Kernel
 
 MAX_BATCH = 8
 """Most chunks of hidden values that fit a lane's registers."""
-NOT_WRITTEN = 0xFFFFFFFF
-"""Hidden word that no block has stored yet."""
 
 _PARTIAL_BYTES = UNIT * ROW_TILE * 4
 """A warp's sums: 8 columns of 16 rows."""
@@ -298,7 +296,7 @@ class DecodeKernel(Kernel):
         block, _, _ = cute.arch.block_idx()
         first, step = thread * self.num_blocks + block, self.num_blocks * 32 * self.warps
         for piece in cutlass.range(first, num_bytes // 16, step, unroll=1):
-            ptx.store_global_4(spare + Int64(piece) * 16, Uint32(NOT_WRITTEN))
+            ptx.store_global_4(spare + Int64(piece) * 16, Uint32(ptx.NOT_WRITTEN))
 
     @cute.jit
     def init_barriers(self, shared: Uint32):
@@ -538,9 +536,7 @@ class DecodeKernel(Kernel):
             slot, phase = self.advance(slot, phase)
             ptx.barrier_wait(self.drained(shared, buffer), buffer_phase)
             self.store_partial(shared, buffer * self.warps + warp, lane, sums)
-            cute.arch.sync_warp()
-            if ptx.arrives(lane):
-                ptx.barrier_arrive(self.summed(shared, buffer))
+            ptx.barrier_arrive_warp(self.summed(shared, buffer))
             buffer_phase = buffer_phase ^ Uint32(buffer)
             buffer = buffer ^ 1
 
@@ -659,7 +655,7 @@ class DecodeKernel(Kernel):
         for chunk in cutlass.range_constexpr(self.batch_chunks):
             for word in cutlass.range_constexpr(8):
                 newest = cutlass.max(newest, columns[chunk * 8 + word])
-        return cute.arch.vote_any_sync(newest == Uint32(NOT_WRITTEN))
+        return cute.arch.vote_any_sync(newest == Uint32(ptx.NOT_WRITTEN))
 
     @cute.jit
     def multiply_batch(self, weights: Uint32, columns: cute.Tensor, sums: cute.Tensor):

@@ -43,6 +43,7 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from k3jax.ops import kernel_ptx as ptx
 from k3jax.ops.experts import kernel_wgmma as wgmma
+from k3jax.ops.experts.kernel_chunks import zeros
 from k3jax.ops.experts.packing import (
     CHUNK,
     CHUNK_BYTES,
@@ -484,7 +485,7 @@ class GroupedKernel(Kernel):
         """A warp without tiles releases every stage of the item when it has landed."""
         for _ in cutlass.range(len(self.groups), unroll=1):
             ptx.barrier_wait(self.full(shared, ring[0]), Uint32(ring[1]))
-            self.release(self.empty(shared, ring[0]))
+            ptx.barrier_arrive_warp(self.empty(shared, ring[0]))
             self.advance(ring)
 
     @cute.jit
@@ -496,18 +497,9 @@ class GroupedKernel(Kernel):
             ring[1] = ring[1] ^ 1
 
     @cute.jit
-    def release(self, barrier: Uint32):
-        """One arrival for the warp."""
-        cute.arch.sync_warp()
-        if ptx.arrives(cute.arch.lane_idx()):
-            ptx.barrier_arrive(barrier)
-
-    @cute.jit
     def compute_item(self, shared, ring, tile, width: cutlass.Constexpr, memory):
         """64 rows of the item by this warp's warpgroup, of which the warp holds 16."""
-        sums = cute.make_rmem_tensor((width // 2,), Float32)
-        for value in cutlass.range_constexpr(width // 2):
-            sums[value] = Float32(0.0)
+        sums = zeros(width // 2, Float32)
         whole = self.chunks // GROUP_CHUNKS
         for _ in cutlass.range(whole):
             self.multiply_group(shared, ring, tile, GROUP_CHUNKS, width, sums)
@@ -534,7 +526,7 @@ class GroupedKernel(Kernel):
         step = self.shape.step(width)
         multiply_chunks(weights, slot, size, step, False, self.column_tile_bytes, width, sums)
         wgmma.wait_groups(0)
-        self.release(self.empty(shared, ring[0]))
+        ptx.barrier_arrive_warp(self.empty(shared, ring[0]))
         self.advance(ring)
 
     @cute.jit

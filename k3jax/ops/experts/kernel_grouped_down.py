@@ -32,6 +32,7 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from k3jax.ops import kernel_ptx as ptx
 from k3jax.ops.experts import kernel_wgmma as wgmma
+from k3jax.ops.experts.kernel_chunks import zeros
 from k3jax.ops.experts.kernel_grouped import (
     NARROW,
     RECORD_BYTES,
@@ -378,7 +379,7 @@ class DownKernel(Kernel):
     @cute.jit
     def next_item(self, shared, state):
         """Releases the item, and waits for the next one."""
-        self.release(self.empty(shared, self.slots + state[2]))
+        ptx.barrier_arrive_warp(self.empty(shared, self.slots + state[2]))
         state[2] = state[2] + 1
         if state[2] == BUFFERS:
             state[2] = Int32(0)
@@ -386,18 +387,9 @@ class DownKernel(Kernel):
         self.open_item(shared, state)
 
     @cute.jit
-    def release(self, barrier: Uint32):
-        """One arrival for the warp."""
-        cute.arch.sync_warp()
-        if ptx.arrives(cute.arch.lane_idx()):
-            ptx.barrier_arrive(barrier)
-
-    @cute.jit
     def compute_quad(self, shared, state, warp, width: cutlass.Constexpr, rows):
         """64 rows of the matrix by this warp's warpgroup, of which the warp holds 16."""
-        sums = cute.make_rmem_tensor((width // 2,), Float32)
-        for value in cutlass.range_constexpr(width // 2):
-            sums[value] = Float32(0.0)
+        sums = zeros(width // 2, Float32)
         slot, buffer = state[0], state[2]
         ptx.barrier_wait(self.full(shared, slot), Uint32(state[1]))
         weights = self.slot(shared, slot) + Uint32(warp % 4 * self.tile_bytes)
@@ -420,7 +412,7 @@ class DownKernel(Kernel):
         routes = self.item(shared, buffer) + Uint32(_ITEM_BYTES)
         target = rows + Int64((state[6] + state[4]) * QUAD_BYTES)
         self.store(sums, width, self.slot(shared, slot), routes, target)
-        self.release(self.empty(shared, slot))
+        ptx.barrier_arrive_warp(self.empty(shared, slot))
         state[0] = state[0] + self.shape.warpgroups
         if state[0] >= self.slots:
             state[0] = state[0] - self.slots

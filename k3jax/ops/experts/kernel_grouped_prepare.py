@@ -27,7 +27,8 @@ from cutlass import Int32, Int64, Uint32, cute
 from k3jax.ops import kernel_ptx as ptx
 from k3jax.ops.experts import kernel_wgmma as wgmma
 from k3jax.ops.experts.kernel_grouped import NARROW, RECORD_BYTES, WIDE, header_bytes
-from k3jax.ops.experts.kernel_prepare import lanes_with, scan_block
+from k3jax.ops.experts.kernel_prepare import counted_expert, scan_block
+from k3jax.ops.experts.kernel_units import lanes_with
 from k3jax.runtime.program import Kernel
 
 _BLOCKS = 8
@@ -196,7 +197,8 @@ class SortKernel(Kernel):
         warp, lane = thread // 32, thread % 32
         first = (block * _WARPS + warp) * (32 * self.rounds) + lane
         experts = [
-            self.expert_at(ids, first + 32 * turn, num_routes) for turn in range(self.rounds)
+            counted_expert(ids, first + 32 * turn, num_routes, self.num_experts)
+            for turn in range(self.rounds)
         ]
         for offset in cutlass.range(thread * 16, self.totals_offset, _THREADS * 16):
             wgmma.clear_piece(shared + Uint32(offset))
@@ -229,16 +231,6 @@ class SortKernel(Kernel):
         # Others may still read this block's totals.
         ptx.cluster_wait()
 
-    @cute.jit
-    def expert_at(self, ids: Int64, route: Int32, end: Int32) -> Int32:
-        """A route's expert, or `num_experts` where there is no route or its id is out of range."""
-        expert = Int32(self.num_experts)
-        if route < end:
-            expert = ptx.load_global(ids + Int64(route) * 4)
-            if Uint32(expert) >= Uint32(self.num_experts):
-                expert = Int32(self.num_experts)
-        return expert
-
     def counter(self, shared, expert):
         """Where this warp's routes of an expert are counted."""
         thread, _, _ = cute.arch.thread_idx()
@@ -248,7 +240,7 @@ class SortKernel(Kernel):
     def rank(self, shared: Uint32, expert: Int32) -> Int32:
         """How many routes of the warp before this lane's have its expert; counts them."""
         lane = cute.arch.lane_idx()
-        counter, peers = self.counter(shared, expert), lanes_with(expert, self.num_experts)
+        counter, peers = self.counter(shared, expert), lanes_with(expert, expert, self.num_experts)
         below = peers & ((Uint32(1) << Uint32(lane)) - Uint32(1))
         rank = Int32(cute.arch.popc(below))
         counted = expert < self.num_experts

@@ -18,11 +18,11 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
 from k3jax.ops import kernel_ptx as ptx
-from k3jax.ops.experts.kernel_decode import NOT_WRITTEN
 from k3jax.ops.experts.kernel_units import (
     TABLE_HEADER_BYTES,
     UNIT,
     UNIT_BYTES,
+    lanes_with,
     record_offset,
     table_bytes,
 )
@@ -101,7 +101,7 @@ class PrepareKernel(Kernel):
         for step in cutlass.range_constexpr(_FILL_BYTES // 16):
             offset = first + step * (self.threads * 16)
             if offset < hidden_bytes:
-                ptx.store_global_4(hidden + Int64(offset), Uint32(NOT_WRITTEN))
+                ptx.store_global_4(hidden + Int64(offset), Uint32(ptx.NOT_WRITTEN))
 
     @cute.jit
     def group(self, ids: Int64, units: Int64, num_routes: Int32):
@@ -113,7 +113,8 @@ class PrepareKernel(Kernel):
         mine = counts + Uint32(warp * (4 * self.num_experts))
         first = warp * (32 * self.rounds) + lane
         experts = [
-            self.expert_at(ids, first + 32 * turn, num_routes) for turn in range(self.rounds)
+            counted_expert(ids, first + 32 * turn, num_routes, self.num_experts)
+            for turn in range(self.rounds)
         ]
         for index in cutlass.range(lane, self.num_experts, 32, unroll=4):
             ptx.store_shared(mine + Uint32(index * 4), Int32(0))
@@ -160,19 +161,9 @@ class PrepareKernel(Kernel):
         return offset
 
     @cute.jit
-    def expert_at(self, ids: Int64, route: Int32, end: Int32) -> Int32:
-        """A route's expert, or `num_experts` where there is no route or its id is out of range."""
-        expert = Int32(self.num_experts)
-        if route < end:
-            expert = ptx.load_global(ids + Int64(route) * 4)
-            if Uint32(expert) >= Uint32(self.num_experts):
-                expert = Int32(self.num_experts)
-        return expert
-
-    @cute.jit
     def rank_among(self, expert: Int32, counts: Uint32) -> Int32:
         """How many routes of the warp before this lane's have its expert; counts them."""
-        peers = lanes_with(expert, self.num_experts)
+        peers = lanes_with(expert, expert, self.num_experts)
         lane = cute.arch.lane_idx()
         before = Int32(cute.arch.popc(peers & ((Uint32(1) << Uint32(lane)) - Uint32(1))))
         rank = before
@@ -202,17 +193,14 @@ class PrepareKernel(Kernel):
 
 
 @cute.jit
-def lanes_with(number: Int32, most: cutlass.Constexpr) -> Uint32:
-    """The lanes of the warp that hold this lane's number, 0 to `most`: a bit each.
-
-    By a ballot a bit of the number; `match` takes several times as long where lanes differ.
-    """
-    lanes = Uint32(0xFFFFFFFF)
-    for bit in cutlass.range_constexpr(most.bit_length()):
-        here = (number >> bit) & 1
-        ballot = Uint32(cute.arch.vote_ballot_sync(here != 0))
-        lanes = lanes & (ballot ^ Uint32(here - 1))
-    return lanes
+def counted_expert(ids: Int64, route: Int32, end: Int32, num_experts: cutlass.Constexpr) -> Int32:
+    """A route's expert, or `num_experts` where there is no route or its id is out of range."""
+    expert = Int32(num_experts)
+    if route < end:
+        expert = ptx.load_global(ids + Int64(route) * 4)
+        if Uint32(expert) >= Uint32(num_experts):
+            expert = Int32(num_experts)
+    return expert
 
 
 @cute.jit

@@ -2,7 +2,7 @@
 
 With one token a multiprocessor reads some 270 KB in all, so what counts is that the reading starts
 at once and never pauses, and that little is left to do when the last byte lands. One block runs on
-each multiprocessor: warps for gate/up, two service warps, and as many warps again for down.
+each multiprocessor: warps for gate/up, two service warps, and warps for down, one for each slot.
 
 The first thing that a warp does is to load the ids, the token and the like: behind the stream of
 weights a load comes when the bytes that are on their way have come, microseconds later.
@@ -43,11 +43,11 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from k3jax.ops import kernel_ptx as ptx
-from k3jax.ops.experts.kernel_chunks import multiply_chunk, zeros
+from k3jax.ops.experts.kernel_chunks import multiply_groups, zeros
+from k3jax.ops.experts.kernel_units import expert_at
 from k3jax.ops.experts.packing import (
     CHUNK,
     CHUNK_BYTES,
-    ELEMENT_BYTES,
     GROUP_CHUNKS,
     GROUP_SIZE,
     NEURONS,
@@ -58,8 +58,6 @@ from k3jax.runtime.program import Kernel
 
 MAX_SLOTS = 32
 """Most slots of the token: a lane each."""
-NOT_WRITTEN = 0xFFFFFFFF
-"""Hidden word that no block has stored yet, and what fills the kept memory at first."""
 
 _GROUP_BYTES = GROUP_CHUNKS * CHUNK_BYTES
 _SUMS_BYTES = ROW_TILE * 4
@@ -287,13 +285,7 @@ class SingleTokenKernel(Kernel):
     @cute.jit
     def load_id(self, ids: Int64) -> Int32:
         """The expert of this lane's slot, or -1."""
-        lane = cute.arch.lane_idx()
-        expert = Int32(-1)
-        if lane < self.top_k:
-            loaded = ptx.load_global(ids + Int64(lane) * 4)
-            if Uint32(loaded) < Uint32(self.num_experts):
-                expert = loaded
-        return expert
+        return expert_at(ids, cute.arch.lane_idx(), Int32(self.top_k), self.num_experts)
 
     @cute.jit
     def find_units(self, ids: Int64):
@@ -408,15 +400,13 @@ class SingleTokenKernel(Kernel):
             if (warp == 0) & ptx.arrives(lane):
                 ptx.barrier_arrive(self.landed(shared, index))
             sums = zeros(8, Float32)
-            multiply([self.slot(shared, warp, stage)], column, [sums], GROUP_CHUNKS)
+            multiply_groups([self.slot(shared, warp, stage)], column, [sums], GROUP_CHUNKS)
             ptx.barrier_wait(self.drained(shared, buffer), emptied)
             if lane % 4 == 0:
                 place = self.partial(shared, buffer, warp) + Uint32(lane)
                 ptx.store_shared_float(place, sums[0] + sums[4])
                 ptx.store_shared_float(place + Uint32(32), sums[2] + sums[6])
-            cute.arch.sync_warp()
-            if ptx.arrives(lane):
-                ptx.barrier_arrive(self.summed(shared, buffer))
+            ptx.barrier_arrive_warp(self.summed(shared, buffer))
             if index + self.stages < tiles:
                 self.copy(shared, gate_up, work, index + self.stages, warp)
 
@@ -432,7 +422,7 @@ class SingleTokenKernel(Kernel):
             for piece in cutlass.range(
                 block * 32 + lane, self.hidden_bytes // 16, self.num_blocks * 32
             ):
-                ptx.store_global_4(other + Int64(piece) * 16, Uint32(NOT_WRITTEN))
+                ptx.store_global_4(other + Int64(piece) * 16, Uint32(ptx.NOT_WRITTEN))
         neuron = lane % NEURONS
         stores = (lane < NEURONS) & (neuron % 2 == 0)
         phase = Uint32(0)
@@ -519,7 +509,7 @@ class SingleTokenKernel(Kernel):
                 ptx.store_shared_4(target + Uint32(piece * 16), words)
                 for word in words:
                     newest = cutlass.max(newest, word)
-            missing = cute.arch.vote_any_sync(newest == Uint32(NOT_WRITTEN))
+            missing = cute.arch.vote_any_sync(newest == Uint32(ptx.NOT_WRITTEN))
         cute.arch.sync_warp()
 
     @cute.jit
@@ -539,7 +529,7 @@ class SingleTokenKernel(Kernel):
             for size in chunk_groups(self.inner // CHUNK):
                 offsets = [one * self.down_bytes + first * CHUNK_BYTES for one in pair]
                 groups = [weights + Uint32(offset) for offset in offsets]
-                multiply(groups, column + Uint32(first * 2 * CHUNK), sums, size)
+                multiply_groups(groups, column + Uint32(first * 2 * CHUNK), sums, size)
                 first += size
             if lane % 4 == 0:
                 for one, of in zip(pair, sums, strict=True):
@@ -577,57 +567,6 @@ class SingleTokenKernel(Kernel):
                 pair = Uint32(ptx.load_shared(self.row(shared, slot) + Uint32(word * 4)))
             place = Int64(slot) * (2 * self.latent) + first * (2 * ROW_TILE) + word * 4
             ptx.store_global(out + place, pair)
-
-
-def multiply(groups, columns, sums, chunks):
-    """sums += each group of weights times columns: two chains of instructions a group.
-
-    Args:
-        groups: shared addresses of groups of packed weights.
-        columns: shared address of this lane's part of its column, where the groups begin.
-        sums: 8 registers for each group.
-        chunks: of a group.
-    """
-    lane = cute.arch.lane_idx()
-    elements = [group + Uint32(lane * 16) for group in groups]
-    offset = chunks * ELEMENT_BYTES + lane // 2 * (2 * chunks)
-    places = [group + Uint32(offset) for group in groups]
-    every = Uint32(0)
-    for place in places:
-        for word in ptx.load_scales(place, chunks):
-            every = every | word
-    large = ptx.any_lane(every & Uint32(0x80808080))
-    _multiply(elements, places, columns, sums, chunks, large)
-
-
-@cute.jit
-def _multiply(elements, places, columns: Uint32, sums, chunks: cutlass.Constexpr, large: Int32):
-    """The groups' matrix instructions; `large` is 1 if some scale byte is 128 or more, else 0.
-
-    2^126 times such a scale is past bfloat16, so it takes a second multiply, in a loop of `large`
-    rounds over volatile loads, for the reason that the decode kernel gives. Scales are loaded once
-    more where they are used, and columns for each chunk: half of a multiprocessor has no registers
-    to keep them in.
-    """
-    for _ in cutlass.range(large, unroll=1):
-        for element, scale, chains in zip(elements, places, sums, strict=True):
-            for chunk in cutlass.range_constexpr(chunks):
-                place = columns + Uint32(chunk * (2 * CHUNK))
-                halves = [ptx.load_shared_volatile_4(place + Uint32(16 * i)) for i in range(2)]
-                both = ptx.load_shared_volatile_half(scale + Uint32(2 * chunk))
-                factors = [ptx.scale_value(ptx.spread_byte(both, row)) for row in range(2)]
-                words = ptx.load_shared_volatile_4(element + Uint32(chunk * ELEMENT_BYTES))
-                ones, held = [Uint32(ptx.ONES)] * 2, [*halves[0], *halves[1]]
-                multiply_chunk(words, ones, factors, held, 0, chains, 0)
-    if large == 0:
-        every = [ptx.load_scales(scale, chunks) for scale in places]
-        for chunk in cutlass.range_constexpr(chunks):
-            place = columns + Uint32(chunk * (2 * CHUNK))
-            held = [*ptx.load_shared_4(place), *ptx.load_shared_4(place + Uint32(16))]
-            for element, scales, chains in zip(elements, every, sums, strict=True):
-                factors = [ptx.power_of_byte(scales, 2 * chunk + row) for row in range(2)]
-                words = ptx.load_shared_4(element + Uint32(chunk * ELEMENT_BYTES))
-                multiply_chunk(words, factors, None, held, 0, chains, 0)
 
 
 _K3 = {"num_experts": 896, "top_k": 16, "latent": 3584}

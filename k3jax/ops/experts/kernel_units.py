@@ -68,7 +68,9 @@ def group_block(
     ballots, peers = zeros(words, Uint32), zeros(words, Uint32)
     own, rank = Int32(-1), Int32(0)
     if warp < words:
-        experts = [_expert(ids, 32 * word + lane, num_routes, num_experts) for word in range(words)]
+        experts = [
+            expert_at(ids, 32 * word + lane, num_routes, num_experts) for word in range(words)
+        ]
         weight = Int32(0)
         if thread < num_routes:
             weight = ptx.load_global(weights + Int64(thread) * 4)
@@ -80,7 +82,7 @@ def group_block(
                 own = experts[word]
         for word in cutlass.range_constexpr(words):
             if word <= warp:
-                peers[word] = _peers(own, experts[word], num_experts)
+                peers[word] = lanes_with(own, experts[word], num_experts)
                 before = peers[word]
                 if word == warp:
                     before = before & _below(lane)
@@ -140,20 +142,23 @@ def _below(lane):
 
 
 @cute.jit
-def _expert(ids: Int64, route: Int32, num_routes: Int32, num_experts: cutlass.Constexpr) -> Int32:
-    """Expert of a route, -1 where there is none."""
+def expert_at(ids: Int64, route: Int32, end: Int32, num_experts: cutlass.Constexpr) -> Int32:
+    """Expert of a route, -1 where there is no route or its id is out of range."""
     expert = Int32(-1)
-    if route < num_routes:
+    if route < end:
         loaded = ptx.load_global(ids + Int64(route) * 4)
         if Uint32(loaded) < Uint32(num_experts):
             expert = loaded
     return expert
 
 
-def _peers(own: Int32, experts: Int32, num_experts: int) -> Uint32:
-    """The lanes whose expert is this lane's own."""
-    peers = Uint32(0xFFFFFFFF)
-    for bit in range(num_experts.bit_length()):
-        ballot = Uint32(cute.arch.vote_ballot_sync(((experts >> bit) & 1) != 0))
-        peers = peers & (ballot ^ (Uint32((own >> bit) & 1) - Uint32(1)))
-    return peers
+def lanes_with(own: Int32, numbers: Int32, most: int) -> Uint32:
+    """The lanes of the warp whose number, 0 to `most`, is this lane's own: a bit each.
+
+    By a ballot a bit of the number; `match` takes several times as long where lanes differ.
+    """
+    lanes = Uint32(0xFFFFFFFF)
+    for bit in range(most.bit_length()):
+        ballot = Uint32(cute.arch.vote_ballot_sync(((numbers >> bit) & 1) != 0))
+        lanes = lanes & (ballot ^ (Uint32((own >> bit) & 1) - Uint32(1)))
+    return lanes

@@ -116,11 +116,6 @@ def clear_piece(target: Uint32):
     _ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};", (), target, Uint32(0))
 
 
-def count_shared(address: Uint32):
-    """Adds one to a shared counter."""
-    _ptx("red.shared.add.u32 [{$r0}], {$r1};", (), address, Int32(1))
-
-
 def pick_halves(low: Uint32, high: Uint32, upper) -> Uint32:
     """The low halves of two words as one word, or the high ones where `upper` is 1."""
     return _ptx(

@@ -29,7 +29,8 @@ def single_program(
         weighted: the sum, or the rows.
     """
     # Kernel modules import the CuTe DSL, which only whoever builds a program needs.
-    from k3jax.ops.experts.kernel_single import MAX_SLOTS, NOT_WRITTEN, SingleTokenKernel
+    from k3jax.ops.experts.kernel_single import MAX_SLOTS, SingleTokenKernel
+    from k3jax.ops.kernel_ptx import NOT_WRITTEN
 
     K, L = config.experts_per_token, config.latent_size
     kernel = SingleTokenKernel(
