@@ -211,6 +211,20 @@ def test_k3_s_blocks(ranks, tokens):
         check(loopback.call(arrays, geometry.two_shot), arrays)
 
 
+@pytest.mark.parametrize("latent_size", [256, 512])
+def test_narrow_latents(latent_size):
+    """The sums of 8 tokens over a tile of streamed weights would not fit into the narrowest."""
+    facts = kernel_facts(2, latent_size, 1920, 8)
+    geometry = TailGeometry(**facts)
+    assert geometry.tiles == 5
+    loopback = Loopback(
+        2, latent_size, geometry.rows * 2, 8, 1, *(geometry.k_parts, geometry.warps),
+        round_tokens=geometry.round_tokens, streams=geometry.streams,
+    )  # fmt: skip
+    arrays = loopback.draw(np.random.default_rng(), 8)
+    check(loopback.call(arrays, geometry.two_shot), arrays)
+
+
 def test_shots_have_the_same_bits():
     loopback = loopback_of(4)
     arrays = loopback.draw(np.random.default_rng(), 7)

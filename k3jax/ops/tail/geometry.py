@@ -27,6 +27,8 @@ TILE_ROWS = 16
 """Rows of the up-projection in one matrix instruction."""
 STEP = 32
 """Elements of the latent that one 16-byte load a lane covers: two matrix instructions."""
+TILE_SUMS = TILE_ROWS + 4
+"""Floats from one token's sums over a tile to the next, where they take the tile's place."""
 STREAMED_TILES = 4
 """Fewest row tiles of a block whose weights are streamed: with 2 it was slower."""
 MOST_WINDOW = 4
@@ -357,6 +359,7 @@ def kernel_facts(
         window = max(min(MOST_WINDOW, tiles // groups // 2), 1)
         streamed = facts | {"k_parts": 1, "streams": True, "window": window}
         geometry = TailGeometry(**streamed)
-        if geometry.tiles <= 2 * geometry.slots:  # a place is taken once more
+        sums_fit = TILE_ROWS // 2 * geometry.kept_width >= K_BLOCKS * TILE_SUMS * 4  # even rows
+        if geometry.tiles <= 2 * geometry.slots and sums_fit:  # a place is taken once more
             return streamed
     return facts

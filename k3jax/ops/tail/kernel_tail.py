@@ -63,7 +63,7 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from k3jax.ops import kernel_ptx as ptx
 from k3jax.ops.tail import kernel_words as words
-from k3jax.ops.tail.geometry import STEP, TILE_ROWS, kernel_facts
+from k3jax.ops.tail.geometry import STEP, TILE_ROWS, TILE_SUMS, kernel_facts
 from k3jax.ops.tail.kernel_exchange import Exchange, add_pairs, scaled
 from k3jax.runtime.program import Kernel
 from k3jax.runtime.workspace import EPOCH_WORD, RANK_WORD, SLOTS
@@ -77,8 +77,6 @@ POLLED_LOADS = 8
 """Most loads of 16 bytes that a lane has in flight while it polls partial latents."""
 STAGED_LOADS = 4
 """The same for finished rows."""
-TILE_SUMS = TILE_ROWS + 4
-"""Floats from one token's sums over a tile to the next, where they take the tile's place."""
 
 
 @dataclass(frozen=True)
