@@ -207,13 +207,20 @@ void DeviceGroup::ArmRank(const Rank& rank) {
 void DeviceGroup::Admit(int device, const Run& run) {
   Rank& rank = *std::find_if(ranks_.begin(), ranks_.end(),
                              [device](const Rank& rank) { return rank.device == device; });
+  if (IsAdmitted(rank, run.number)) return;
   try {
     AdmitRank(rank, run);
+    Store(rank.admitted, run.number);
   } catch (const Failure&) {
     std::lock_guard<std::mutex> lock(mutex_);
     raised_ = true;
     throw;
   }
+}
+
+// Every call of a program asks. After the first, only a failure elsewhere can change the answer.
+bool DeviceGroup::IsAdmitted(const Rank& rank, int64_t run) const {
+  return Load(rank.admitted) == run && executions_->failed() < Load(rank.execution);
 }
 
 void DeviceGroup::AdmitRank(Rank& rank, const Run& run) {
@@ -262,7 +269,7 @@ void DeviceGroup::Raise(int64_t execution) {
 void DeviceGroup::Expect(Rank& rank, int64_t execution) {
   const int64_t last = rank.execution;
   const int64_t failed = executions_->failed();
-  rank.execution = std::max(last, execution);
+  Store(rank.execution, std::max(last, execution));
   if (execution == last || execution <= failed || execution == std::max(last, failed) + 1) return;
   executions_->Fail(rank.execution, FailureKind::kFailedPrecondition,
                     Concat("device ", rank.device, " comes to execution ", execution,

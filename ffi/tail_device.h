@@ -61,12 +61,14 @@ class DeviceGroup {
     volatile uint32_t* note;      // host memory; the kernel writes whom it gave up on
     std::vector<uint64_t> peers;  // the workspaces of all ranks, as this device sees them
     int64_t execution = 0;        // the last one that came here
+    int64_t admitted = -1;        // the run that was let in last
   };
 
   DeviceGroup(const std::vector<int>& devices, const Layout& layout, int64_t slot);
   void Allocate(Rank& rank) const;
   void Free(const Rank& rank) const noexcept;
   void ArmRank(const Rank& rank);
+  bool IsAdmitted(const Rank& rank, int64_t run) const;
   void AdmitRank(Rank& rank, const Run& run);
   std::pair<int64_t, bool> Begin(Rank& rank, int64_t run);
   void Raise(int64_t execution);
@@ -79,7 +81,7 @@ class DeviceGroup {
   std::unique_ptr<Segment> segment_;
   std::unique_ptr<Executions> executions_;
   std::unique_ptr<Meeting> meeting_;
-  std::mutex mutex_;     // guards the next one, and `execution` of the ranks
+  std::mutex mutex_;     // guards the next one, and writing of `execution` of the ranks
   bool raised_ = false;  // whether somebody here has heard of the last failure
 };
 

@@ -2,6 +2,7 @@
 
 #include <map>
 #include <mutex>
+#include <shared_mutex>
 #include <utility>
 
 #include "failure.h"
@@ -15,7 +16,7 @@ struct Workspace {
 };
 
 struct Registry {
-  std::mutex mutex;
+  std::shared_mutex mutex;  // every call of every run reads
   std::map<std::pair<int, int64_t>, Workspace> workspaces;
 };
 
@@ -27,7 +28,7 @@ Registry& GetRegistry() {
 // What is registered stays where it is, so the reference outlives the lock.
 const Workspace& Find(int device, int64_t slot) {
   Registry& registry = GetRegistry();
-  std::lock_guard<std::mutex> lock(registry.mutex);
+  std::shared_lock<std::shared_mutex> lock(registry.mutex);
   auto found = registry.workspaces.find({device, slot});
   if (found != registry.workspaces.end()) return found->second;
   throw Failure(FailureKind::kFailedPrecondition,
@@ -39,7 +40,7 @@ const Workspace& Find(int device, int64_t slot) {
 
 void RegisterWorkspace(int device, int64_t slot, uint64_t address, Admission admission) {
   Registry& registry = GetRegistry();
-  std::lock_guard<std::mutex> lock(registry.mutex);
+  std::lock_guard<std::shared_mutex> lock(registry.mutex);
   auto [entry, inserted] =
       registry.workspaces.try_emplace({device, slot}, Workspace{address, std::move(admission)});
   if (inserted || entry->second.address == address) return;

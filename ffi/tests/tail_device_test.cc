@@ -209,6 +209,17 @@ TEST(DevicesThatTakeRunsInDifferentOrdersAreStopped) {
   }
 }
 
+TEST(LaterCallsOfARunAreRefusedOnceItHasFailedElsewhere) {
+  CreateHere({0, 1}, 9);
+  for (int64_t run = 60; run < 80; run += 10) {
+    for (int device : {0, 1, 1, 0}) Admit(device, 9, run);
+    Admit(0, 9, run + 2);
+    CHECK_THROWS(Admit(1, 9, run + 1), "device 1 comes to execution", "one program at a time");
+    CHECK_THROWS(Admit(0, 9, run + 2), "device 1 comes to execution");
+    CHECK(Admitted(RunOnBoth(9, run + 3)));
+  }
+}
+
 TEST(ADeviceThatLeftARunOutIsNoticed) {
   CreateHere({0, 1}, 8);
   Admit(0, 8, 50);
