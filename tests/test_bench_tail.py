@@ -28,6 +28,7 @@ def small(monkeypatch):
     target = dataclasses.replace(Target.named("cpu"), read_bytes_per_second=1e10)
     monkeypatch.setattr(bench, "_CONFIG", SMALL)
     monkeypatch.setattr(bench, "LAYERS", 3)
+    monkeypatch.setattr(bench, "ROUNDS", 1)
     monkeypatch.setattr(bench, "FUSED_ROUNDS", 2)
     monkeypatch.setattr(bench.Target, "current", lambda: target)
     monkeypatch.setattr(timing, "PAIRS", 1)

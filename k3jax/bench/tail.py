@@ -8,9 +8,11 @@ Sum over ranks, RMSNorm, up-projection and the shared expert's sum, in microseco
   without NVLink; beside it the arithmetic of the plain order without anything to exchange.
 
 The floor is the rank's rows of the up-projection over the card's measured read bandwidth. Layers
-have weights of their own, more than L2 holds, and one waits for the one before. A time is printed
-only once the outputs of all layers and ranks were compared with the plain order in one device's
-memory.
+have weights of their own, more than L2 holds, and one waits for the one before. A run goes through
+them so often that the devices take longer for it than the host for dispatching it, which is up to a
+millisecond for so many arguments; runs follow one another, on outputs in the same memory, so that
+XLA replays its CUDA graphs as they are. A time is printed only once the outputs of all layers and
+ranks were compared with the plain order in one device's memory.
 """
 
 import argparse
@@ -45,8 +47,10 @@ from k3jax.runtime.target import Target
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
 LAYERS = 24
 """Layers with weights of their own."""
-FUSED_ROUNDS = 3
-"""How often a chain of short tails goes through them, to keep the devices longer than the host."""
+ROUNDS = 3
+"""How often a run goes through them, to keep the devices longer than the host."""
+FUSED_ROUNDS = 12
+"""The same for tails as short as the fused one."""
 WARM_SECONDS = 0.3
 MODES = ("real", "solo")
 LIMIT = 6e-3
@@ -204,15 +208,13 @@ class Real:
         return {str(tier): self._time(tier, arguments, want) for tier in tiers}
 
     def _time(self, tier: TailTier, arguments: tuple, want: list) -> float:
-        chain, rounds = self._chain(tier, 1), 1
-        for out, wanted in zip(chain(*arguments), want, strict=True):
+        for out, wanted in zip(self._chain(tier, 1)(*arguments), want, strict=True):
             ranks = [np.asarray(shard.data)[0] for shard in out.addressable_shards]
             if any((rank.view(np.uint16) != ranks[0].view(np.uint16)).any() for rank in ranks):
                 raise WrongOutputError(f"{tier}: ranks hold different bits; no time is printed")
             _check(str(tier), len(ranks[0]), ranks[0], np.asarray(wanted))
-        if tier == TailTier.TAIL_FUSION:
-            rounds = FUSED_ROUNDS
-            chain = self._chain(tier, rounds, last=True)
+        rounds = FUSED_ROUNDS if tier == TailTier.TAIL_FUSION else ROUNDS
+        chain = self._chain(tier, rounds, last=True)
         return 1e6 * _seconds(lambda: chain(*arguments)) / (rounds * LAYERS)
 
     def _chain(self, tier: TailTier, rounds: int, last: bool = False) -> Callable[..., list]:
@@ -342,10 +344,8 @@ class Solo:
 
     def _seconds(self, solo: SoloRank, mailboxes: SoloMailboxes, arguments, refills: int) -> float:
         """Of a call and the refills in front of it."""
-        chain, _ = solo_chain(
-            solo, mailboxes, self.ups, rounds=FUSED_ROUNDS, refills=refills, last=True
-        )
-        return _seconds(lambda: chain(*arguments)) / (LAYERS * FUSED_ROUNDS)
+        chain, _ = solo_chain(solo, mailboxes, self.ups, rounds=ROUNDS, refills=refills, last=True)
+        return _seconds(lambda: chain(*arguments)) / (LAYERS * ROUNDS)
 
     def _plain(self, num_tokens: int, rng: np.random.Generator) -> float:
         H, L = _CONFIG.hidden_size, _CONFIG.latent_size
@@ -358,9 +358,9 @@ class Solo:
 
         @jax.jit
         def chain(m, s, gain, ups, zero):
-            return _layers(functools.partial(layer, m, s, gain, zero), ups * FUSED_ROUNDS, s)[-1]
+            return _layers(functools.partial(layer, m, s, gain, zero), ups * ROUNDS, s)[-1]
 
         arguments = (m, s, gain, self.wholes, jnp.bfloat16(0))
         want = _plain(m[None], s[None], gain, self.wholes[-1])
         _check("plain", num_tokens, np.asarray(chain(*arguments)), np.asarray(want))
-        return 1e6 * _seconds(lambda: chain(*arguments)) / (LAYERS * FUSED_ROUNDS)
+        return 1e6 * _seconds(lambda: chain(*arguments)) / (LAYERS * ROUNDS)
