@@ -47,7 +47,7 @@ from k3jax.runtime.target import Target
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
 LAYERS = 24
 """Layers with weights of their own."""
-ROUNDS = 3
+ROUNDS = 2
 """How often a run goes through them, to keep the devices longer than the host."""
 FUSED_ROUNDS = 12
 """The same for tails as short as the fused one."""
