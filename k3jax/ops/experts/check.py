@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from k3jax.config import MXFP4_GROUP_SIZE, MoEConfig
 from k3jax.ops.check import CheckResult, microseconds
@@ -20,22 +21,23 @@ _LIMIT = 3e-3
 """Both round at the same points; another order of sums flips some of the roundings."""
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def random_experts(config: MoEConfig, tp: int, key: jax.Array) -> ExpertParams:
     """One rank's share of random experts: every code, scales that keep activations near 1."""
     E, L = config.num_experts, config.latent_size
     inner = config.expert_intermediate_size // tp
-    keys = jax.random.split(key, 3)
-
-    def matrix(key: jax.Array, rows: int, columns: int) -> Mxfp4Array:
-        bits, scales = jax.random.split(key)
-        shape = (E, rows, columns // MXFP4_GROUP_SIZE)
-        return Mxfp4Array(
-            jax.random.bits(bits, (E, rows, columns // 2), jnp.uint8),
-            jax.random.randint(scales, shape, 119, 122).astype(jnp.uint8),
-        )
-
+    shapes = (inner, L), (inner, L), (L, inner)
+    sizes = [
+        rows * columns // values for rows, columns in shapes for values in (2, MXFP4_GROUP_SIZE)
+    ]
+    # One draw for all of them: each shape that is drawn is one more program to compile.
+    drawn = jax.random.bits(key, (E, sum(sizes)), jnp.uint8)
+    parts = jnp.split(drawn, np.cumsum(sizes)[:-1], axis=1)
     return ExpertParams(
-        matrix(keys[0], inner, L), matrix(keys[1], inner, L), matrix(keys[2], L, inner)
+        *(
+            Mxfp4Array(codes.reshape(E, rows, -1), (119 + scales % 3).reshape(E, rows, -1))
+            for (rows, _), codes, scales in zip(shapes, parts[::2], parts[1::2], strict=True)
+        )
     )
 
 
