@@ -18,6 +18,8 @@ logger = logging.getLogger("k3jax")
 
 DEFAULT_OVERLAP_LIMIT = 256
 """Most tokens for which the shared all-reduce is overlapped rather than merged."""
+OVERLAP_LIMITS = {("h200", 2): 0}
+"""The same where it was measured, in one process, by device and ranks; 0: it was never faster."""
 FUSION_LIMITS = {("h200", 2): 128}
 """Most tokens for which the fused tail was faster than every other tier, by device and ranks."""
 
@@ -78,7 +80,7 @@ def plan_layer(
     target: Target | str | None = None,
     output: str = "replicated",
     packed: bool = False,
-    overlap_limit: int = DEFAULT_OVERLAP_LIMIT,
+    overlap_limit: int | None = None,
     router: RouterTier | str | None = None,
     experts: ExpertsTier | str | None = None,
     tail: TailTier | str | None = None,
@@ -94,7 +96,8 @@ def plan_layer(
         target: device, or its kind ("cpu", "h200", "b200"); the current one if None.
         output: "replicated" for [T, H] on every rank, "scattered" for [T, H / tp].
         packed: whether the experts are in kernel order (`pack_params`), as their kernels need.
-        overlap_limit: most tokens for ALLREDUCE_OVERLAP.
+        overlap_limit: most tokens for ALLREDUCE_OVERLAP; if None, what was measured on such
+            devices, or DEFAULT_OVERLAP_LIMIT.
         router: force this tier.
         experts: force this tier.
         tail: force this tier.
@@ -112,6 +115,9 @@ def plan_layer(
     config.check_tp(tp)
     if not isinstance(target, Target):
         target = Target.current() if target is None else Target.named(target)
+    if overlap_limit is None:
+        measured = OVERLAP_LIMITS.get((target.kind, tp)) if one_process else None
+        overlap_limit = DEFAULT_OVERLAP_LIMIT if measured is None else measured
     plan = LayerPlan(
         num_tokens,
         tp,
@@ -224,7 +230,7 @@ def _tail_table(
             TailTier.UNFUSED,
             merged or "",
             None,
-            None if merged else "slower than the tiers before it",
+            None if merged else "the tiers before it merge or hide its all-reduces",
         ),
     ]
 

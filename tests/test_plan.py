@@ -113,7 +113,7 @@ def test_the_log_line_names_every_choice():
         ({}, TailTier.TAIL_FUSION, "measured as faster up to 128 tokens"),
         ({"num_tokens": 64, "output": "scattered"}, TailTier.TAIL_FUSION, "up to 128 tokens"),
         ({"num_tokens": 128}, TailTier.TAIL_FUSION, "up to 128 tokens"),
-        ({"num_tokens": 129}, TailTier.ALLREDUCE_OVERLAP, "num_tokens=129 is not in 1..128"),
+        ({"num_tokens": 129}, TailTier.COLUMN_PARALLEL, "num_tokens=129 is not in 1..128"),
         ({"tp": 8}, TailTier.ALLREDUCE_OVERLAP, "not measured as faster on 8 x h200"),
         ({"tp": 32}, TailTier.ALLREDUCE_OVERLAP, "ranks=32 is not one of"),
         ({"target": "b200"}, TailTier.ALLREDUCE_OVERLAP, "not measured as faster on 2 x b200"),
@@ -124,6 +124,22 @@ def test_the_fused_tail_is_taken_where_it_was_measured_as_faster(options, tail, 
     plan = plan_layer(K3, **{"num_tokens": 8, "tp": 2, "target": "h200"} | options)
     assert plan.tail.tier == tail
     assert reason in (dict(plan.tail.declined).get(TailTier.TAIL_FUSION) or plan.tail.reason)
+
+
+@pytest.mark.parametrize(
+    ("options", "tail"),
+    [
+        ({}, TailTier.COLUMN_PARALLEL),
+        ({"overlap_limit": 200}, TailTier.ALLREDUCE_OVERLAP),
+        ({"one_process": False}, TailTier.ALLREDUCE_OVERLAP),
+        ({"tp": 8}, TailTier.ALLREDUCE_OVERLAP),
+        ({"target": "b200"}, TailTier.ALLREDUCE_OVERLAP),
+        ({"output": "scattered"}, TailTier.UNFUSED),
+    ],
+)
+def test_all_reduces_are_not_overlapped_where_merging_them_was_measured_as_faster(options, tail):
+    plan = plan_layer(K3, **{"num_tokens": 200, "tp": 2, "target": "h200"} | options)
+    assert plan.tail.tier == tail
 
 
 def test_devices_of_one_process_are_known_as_such():

@@ -29,10 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Prints the plans."""
     from k3jax.config import MoEConfig
-    from k3jax.plan import DEFAULT_OVERLAP_LIMIT, plan_layer
+    from k3jax.plan import plan_layer
 
     config = MoEConfig.from_hf(args.config) if args.config else MoEConfig.kimi_k3()
-    limit = DEFAULT_OVERLAP_LIMIT if args.overlap_limit is None else args.overlap_limit
     plans = [
         plan_layer(
             config,
@@ -40,7 +39,7 @@ def run(args: argparse.Namespace) -> None:
             tp=args.tp,
             target=args.target,
             output=args.output,
-            overlap_limit=limit,
+            overlap_limit=args.overlap_limit,
         )
         for num_tokens in args.tokens
     ]
