@@ -36,7 +36,9 @@ def small(monkeypatch):
     monkeypatch.setattr(bench, "_CONFIG", SMALL)
     monkeypatch.setattr(bench, "CHAIN_CALLS", (2, 2))
     monkeypatch.setattr(bench.Target, "current", lambda: target)
-    monkeypatch.setattr(timing, "PAIRS", 1)
+    for name in ("PAIRS", "MOST_RUNS"):
+        monkeypatch.setattr(timing, name, 1)
+    monkeypatch.setattr(timing, "SETTLE", 0)
 
 
 def run(*arguments):
@@ -92,9 +94,38 @@ def test_peers_are_checked_too(monkeypatch, capsys):
     assert len(line.split()) == 7  # a time for the XLA tier alone
 
 
+@pytest.mark.parametrize(
+    ("given", "used", "said"),
+    [
+        ((), timing.REST, f"{1e3 * timing.REST:g} ms of rest before a sample"),
+        (("--rest", "0.25"), 0.25, "250 ms of rest before a sample"),
+        (("--rest", "0"), 0, "under sustained load"),
+    ],
+)
+def test_ours_and_peers_are_timed_alike(given, used, said, monkeypatch, tmp_path, capsys):
+    rests = []
+    monkeypatch.setattr(peers, "device_seconds", lambda start, rest: rests.append(rest) or 1.0)
+    file = tmp_path / "rows.json"
+    names = "xla,ragged_dot"
+    assert run("--tokens", "3", "--peers", names, "--json", str(file), *given) == 0
+    assert rests == [used] * 3 * len(bench.ROUTINGS)
+    assert json.loads(file.read_text())["rest_seconds"] == used
+    printed = capsys.readouterr().out
+    assert printed.count(f"microseconds, {said}") == len(bench.ROUTINGS)
+    assert run("--load", str(file)) == 0
+    assert capsys.readouterr().out.count(f"microseconds, {said}") == len(bench.ROUTINGS)
+
+
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "soon"])
+def test_a_rest_is_a_time(value, capsys):
+    with pytest.raises(SystemExit):
+        run("--rest", value)
+    assert f"'{value}' is not a number of seconds" in capsys.readouterr().err
+
+
 def test_peers_compute_the_experts():
     experts = jax.jit(bench.pack_experts)(bench.random_experts(SMALL, 2, jax.random.key(0)))
-    case = bench.Bench(2, Target.current(), 1e10, 0, experts)
+    case = bench.Bench(2, Target.current(), 1e10, 0, 1e-3, experts)
     case.peers += peers.peers(XLA, experts, SMALL, print)
     row = case.measure(5, "uniform")
     assert tuple(row.peers) == XLA
@@ -124,10 +155,25 @@ def test_no_time_for_a_wrong_output(monkeypatch, capsys):
     assert printed.out.splitlines()[-1] == bench.heading([])
 
 
+@pytest.mark.parametrize("wrong", [np.nan, 1.1])
+def test_no_time_for_a_chain_that_gives_other_numbers(wrong, monkeypatch, capsys):
+    right = peers._first_numbers
+    calls = []
+
+    def skewed(outputs):
+        calls.append(outputs)
+        return right(outputs) * (wrong if len(calls) == 1 else 1)
+
+    monkeypatch.setattr(peers, "_first_numbers", skewed)
+    assert run("--routing", "uniform", "--peers", "none", "--tokens", "3") == 1
+    assert "a chain of calls is" in capsys.readouterr().err
+    assert len(calls) == 2
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_value_that_is_not_finite_is_wrong_wherever_it_is(value):
     experts = jax.jit(bench.pack_experts)(bench.random_experts(SMALL, 2, jax.random.key(0)))
-    case = bench.Bench(2, Target.current(), 1e10, 0, experts)
+    case = bench.Bench(2, Target.current(), 1e10, 0, 1e-3, experts)
     rng = np.random.default_rng()
     ids, weights = bench.draw_routes(rng, 64, "uniform")
     z = jnp.asarray(rng.standard_normal((64, 512)), jnp.bfloat16)
@@ -135,6 +181,22 @@ def test_a_value_that_is_not_finite_is_wrong_wherever_it_is(value):
     assert case._error(z, ids, weights, out, rng) == 0
     assert np.isnan(case._error(z, ids, weights, out.at[63, 511].set(value), rng))
     assert case._error(z, ids, weights, out.at[:, 7].set(40), rng) > bench.LIMIT
+
+
+def test_a_wrong_call_is_found_wherever_it_is_in_the_chain(monkeypatch):
+    experts = jax.jit(bench.pack_experts)(bench.random_experts(SMALL, 2, jax.random.key(0)))
+    case = bench.Bench(2, Target.current(), 1e10, 0, 1e-3, experts)
+    rng = np.random.default_rng()
+    z = jnp.asarray(rng.standard_normal((5, 512)), jnp.bfloat16)
+    routes = [bench.draw_routes(rng, 5, "uniform") for _ in range(3)]
+    (ours,) = peers.peers(("xla",), experts, SMALL, print)
+    right = ours.outputs(z, routes)
+    case._time(ours, z, routes, rng)
+    for call, wrong in ((2, np.nan), (1, np.nan), (2, 2.0)):
+        outputs = [out * wrong if n == call else out for n, out in enumerate(right)]
+        monkeypatch.setattr(type(ours), "outputs", lambda *_, outputs=outputs: outputs)
+        with pytest.raises(bench.WrongOutputError):
+            case._time(ours, z, routes, rng)
 
 
 def test_an_unknown_peer_is_named():
@@ -157,24 +219,18 @@ def test_a_card_without_a_known_bandwidth_is_measured(monkeypatch, capsys):
     monkeypatch.setattr(bench.Target, "current", lambda: target)
     monkeypatch.setattr(bandwidth, "measure_read_bandwidth", lambda: 7.5e12)
     arguments = argparse.Namespace(
-        tp=(), tokens=(), routing=None, seed=0, json=None, plot=None, load=None, peers="none"
+        tp=(),
+        tokens=(),
+        routing=None,
+        seed=0,
+        json=None,
+        plot=None,
+        load=None,
+        peers="none",
+        rest=0,
     )
     assert bench.run(arguments) == 0
     assert "floors by 7.50 TB/s" in capsys.readouterr().out
-
-
-def test_what_a_dispatch_costs_is_left_out(monkeypatch):
-    """On a clock where each measurement costs 3 s and each run in it 1 s."""
-    ticks = iter([0, 4, 0, 4, 0, 9, 0, 9, 0, 5])
-    monkeypatch.setattr(timing, "SLOW", 10)
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(ticks))
-    assert timing.device_seconds(lambda: jnp.zeros(())) == 1
-
-
-def test_a_slow_run_is_timed_once(monkeypatch):
-    ticks = iter([0, 8, 0, 4])
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(ticks))
-    assert timing.device_seconds(lambda: jnp.zeros(())) == 4
 
 
 def test_bandwidth_is_bytes_over_seconds(monkeypatch):

@@ -5,9 +5,11 @@ floor is the MXFP4 bytes of the experts that are chosen, over the card's measure
 
 A chain is one jitted program of independent calls. Every call has routes of its own, and a chain
 reads many times what L2 holds, so that no weights are left there from an earlier call. Chains are
-queued one behind another, which leaves out what dispatching costs. A time is printed only once
-every call's output was compared with the plain XLA implementation of the same numbers, on some of
-its tokens; peers too are held to that.
+queued one behind another, which leaves out what dispatching costs. Between samples the card rests,
+so that neither ours nor a peer is throttled by its own heat or by that of what ran before; with
+`--rest 0` all are timed under sustained load instead. A time is printed only once every call's
+output was compared with the plain XLA implementation of the same numbers, on some of its tokens,
+and the chain with the calls by themselves; peers too are held to the first.
 """
 
 import argparse
@@ -35,7 +37,8 @@ from k3jax.bench.peers import (
     peer_names,
     peers,
 )
-from k3jax.bench.rows import Row, heading, line, table, title
+from k3jax.bench.rows import Row, WrongOutputError, heading, line, table, title
+from k3jax.bench.timing import add_rest
 from k3jax.cli.arguments import integers
 from k3jax.config import MXFP4_GROUP_SIZE, MoEConfig
 from k3jax.ops.experts.api import ExpertsTier, routed_experts
@@ -52,13 +55,9 @@ LIMIT = 3e-3
 CHECKED_TOKENS = 4
 CHAIN_SECONDS = 2e-3
 """How long a chain should keep the device busy, several times what dispatching it takes."""
-CHAIN_CALLS = 8, 48
+CHAIN_CALLS = 4, 96
 """Fewest and most calls of a chain."""
 PEER_CALLS = 4
-
-
-class WrongOutputError(Exception):
-    """An output is not that of the XLA implementation."""
 
 
 _CONFIG = MoEConfig.kimi_k3()
@@ -74,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=",".join(DEFAULT_PEERS),
         help=f"what else to time, some of {','.join(PEERS)}, or none (default: all but the last)",
     )
+    add_rest(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--plot", type=Path, help="also draw the rows into this PNG")
@@ -85,15 +85,15 @@ def run(args: argparse.Namespace) -> int:
     if args.load:
         facts = json.loads(args.load.read_text())
         rows = [Row(**row) for row in facts["rows"]]
-        print(table(rows))
+        print(table(rows, facts.get("rest_seconds")))
     else:
         target = Target.current()
         bandwidth = read_bandwidth(target)
         print(f"{target.kind}, floors by {bandwidth / 1e12:.2f} TB/s")
-        rows, facts = [], facts_of([], bandwidth)
+        rows, facts = [], facts_of([], bandwidth, args.rest)
         for row in _time_all(args, target, bandwidth):
             rows.append(row)
-            facts = facts_of(filter(None, rows), bandwidth)
+            facts = facts_of(filter(None, rows), bandwidth, args.rest)
             if args.json:  # a run that is cut short leaves what it measured
                 write_json(facts, args.json)
     if args.plot:
@@ -108,10 +108,10 @@ def _time_all(args, target: Target, bandwidth: float) -> Iterator[Row | None]:
     names = peer_names(args.peers)
     for tp in args.tp:
         experts = jax.jit(pack_experts)(random_experts(_CONFIG, tp, jax.random.key(args.seed)))
-        bench = Bench(tp, target, bandwidth, args.seed, experts)
+        bench = Bench(tp, target, bandwidth, args.seed, args.rest, experts)
         bench.peers += peers(names, experts, _CONFIG, print)
         for routing in args.routing or ROUTINGS:
-            print(f"\n{title(routing, tp)}\n{heading([p.name for p in bench.peers])}")
+            print(f"\n{title(routing, tp, args.rest)}\n{heading([p.name for p in bench.peers])}")
             for num_tokens in args.tokens:
                 try:
                     row = bench.measure(num_tokens, routing)
@@ -133,6 +133,7 @@ class Bench:
         target: the device.
         bandwidth: what floors are computed with, in bytes per second.
         seed: of routes and tokens.
+        rest: seconds of idling between samples.
         experts: one rank's share.
         peers: what else to time. One that fails is dropped.
         tiers: ours, by tier; both routings share a compiled chain.
@@ -142,6 +143,7 @@ class Bench:
     target: Target
     bandwidth: float
     seed: int
+    rest: float
     experts: PackedExperts
     peers: list[Implementation] = dataclasses.field(default_factory=list)
     tiers: dict[ExpertsTier, Implementation] = dataclasses.field(default_factory=dict)
@@ -205,25 +207,34 @@ class Bench:
         self, implementation: Implementation, z: jax.Array, routes: Routes, rng
     ) -> tuple[float, float]:
         """Seconds a call, and the largest error of its outputs."""
-        routes = jax.device_put(routes)
-        error = max(
+        placed = jax.device_put(routes)
+        errors = [
             self._error(z, ids, weights, out, rng)
-            for (ids, weights), out in zip(routes, implementation.outputs(z, routes), strict=True)
-        )
+            for (ids, weights), out in zip(routes, implementation.outputs(z, placed), strict=True)
+        ]
+        error = float(np.max(errors))  # NaN if any is
         if not error <= LIMIT:
             raise WrongOutputError(
                 f"{implementation.name} with {len(z)} tokens, tp={self.tp}: relative error "
                 f"{error:.1e} is past {LIMIT}; no time is printed"
             )
-        return implementation.seconds(z, routes) / len(routes), error
+        return implementation.seconds(z, placed, self.rest) / len(routes), error
 
     def _error(self, z, ids, weights, out: jax.Array, rng) -> float:
         """Relative L2 error of some tokens against the XLA implementation; NaN if any is NaN."""
-        some = rng.permutation(len(ids))[:CHECKED_TOKENS]
-        want = _reference(z[some], ids[some], weights[some], self.experts).astype(jnp.float32)
-        got = out[some].astype(jnp.float32)
-        finite = jnp.where(jnp.isfinite(out).all(), 1.0, jnp.nan)
-        return float(finite * jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+        # Always as many, so that what they are compared with is compiled once.
+        some = np.resize(rng.permutation(len(ids)), CHECKED_TOKENS)
+        rows = jax.device_put((np.asarray(z)[some], ids[some], weights[some]))
+        want = np.asarray(_reference(*rows, self.experts), np.float32)
+        got, finite = _rows(out, some)
+        error = np.linalg.norm(np.asarray(got, np.float32) - want) / np.linalg.norm(want)
+        return float(error if finite else np.nan)
+
+
+@jax.jit
+def _rows(out, some):
+    """Rows of an output, and whether all of it is finite."""
+    return out[some], jnp.isfinite(out).all()
 
 
 @jax.jit

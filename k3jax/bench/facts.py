@@ -10,13 +10,14 @@ from typing import Any
 import jax
 
 
-def facts_of(rows: Iterable[Any], bandwidth: float) -> dict[str, Any]:
-    """Rows, which are dataclass instances, and what they were measured on."""
+def facts_of(rows: Iterable[Any], bandwidth: float, rest: float) -> dict[str, Any]:
+    """Rows, which are dataclass instances, what they were measured on, and the rests between."""
     return {
         "device": jax.devices()[0].device_kind,
         "date": datetime.date.today().isoformat(),
         "jax": jax.__version__,
         "read_bytes_per_second": bandwidth,
+        "rest_seconds": rest,
         "rows": [dataclasses.asdict(row) for row in rows],
     }
 

@@ -115,13 +115,13 @@ class TritonKernels:
         self.torch.cuda.synchronize()
         return [jax.dlpack.from_dlpack(out) for out in outputs]
 
-    def seconds(self, z: jax.Array, routes) -> float:
+    def seconds(self, z: jax.Array, routes, rest: float) -> float:
         """See `Implementation`; the calls are captured into one CUDA graph."""
         torch, calls = self.torch, self._calls(z, routes)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             kept = [(self._first(call), self._second(call)) for call in calls]
-        seconds = device_seconds(graph.replay, wait=lambda _: torch.cuda.synchronize())
+        seconds = device_seconds(graph.replay, lambda _: torch.cuda.synchronize(), rest)
         del kept  # the graph writes them
         return seconds

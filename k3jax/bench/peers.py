@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from k3jax.bench.rows import WrongOutputError
 from k3jax.bench.timing import device_seconds
 from k3jax.config import MoEConfig
+from k3jax.float32 import relative_error
 from k3jax.ops.activation import situ_glu
 from k3jax.ops.experts.api import ExpertsTier, routed_experts
 from k3jax.ops.experts.packing import PackedExperts, unpack_experts
@@ -27,6 +29,8 @@ from k3jax.ops.rounding import to_bfloat16
 MOSAIC_MODULE = "jax.experimental.pallas.ops.gpu.ragged_dot_mgpu"
 MOSAIC_BLOCKS = {"block_m": 64, "block_n": 128, "block_k": 64}
 MOSAIC_PIPELINE = {"max_concurrent_steps": 4, "grid_block_n": 1}
+CHAIN_LIMIT = 1e-2
+"""Kernels give equal bits; XLA may order its sums otherwise in another program."""
 
 
 type Routes = Sequence[tuple[Any, Any]]
@@ -49,8 +53,8 @@ class Implementation(Protocol):
         """The weighted sum of a call on each of `routes`."""
         ...
 
-    def seconds(self, z: jax.Array, routes: Routes) -> float:
-        """What the device needs for these calls, one after another."""
+    def seconds(self, z: jax.Array, routes: Routes, rest: float) -> float:
+        """What the device needs for these calls, one after another; see `device_seconds`."""
         ...
 
 
@@ -63,8 +67,9 @@ class JaxImplementation(Implementation):
         max_tokens: most tokens.
         call: (z, ids, weights, experts) -> the weighted sum.
         experts: its weights.
-        chained: all calls are one program. Without, each is dispatched, which costs no time where
-            the device needs longer for it than the host.
+        chained: all calls are one program, which returns a number of each output: handling many
+            arrays would cost the host more than a short call takes. Without, each is dispatched,
+            which costs no time where the device needs longer for it than the host.
     """
 
     name: str
@@ -74,21 +79,41 @@ class JaxImplementation(Implementation):
     chained: bool = False
 
     @functools.cached_property
-    def _calls(self) -> Callable[..., list[jax.Array]]:
-        once = jax.jit(self.call)  # traced once, however many calls
+    def _once(self) -> Callable[..., jax.Array]:
+        return jax.jit(self.call)  # traced once, however many calls
 
-        def calls(z, routes, experts):
-            return [once(z, ids, weights, experts) for ids, weights in routes]
+    def _calls(self, z: jax.Array, routes: Routes, experts: Any) -> list[jax.Array]:
+        return [self._once(z, ids, weights, experts) for ids, weights in routes]
 
-        return jax.jit(calls) if self.chained else calls
+    @functools.cached_property
+    def _chain(self) -> Callable[..., jax.Array]:
+        return jax.jit(lambda *args: _first_numbers(self._calls(*args)))
 
     def outputs(self, z: jax.Array, routes: Routes) -> list[jax.Array]:
         """See `Implementation`."""
         return self._calls(z, routes, self.experts)
 
-    def seconds(self, z: jax.Array, routes: Routes) -> float:
-        """See `Implementation`."""
-        return device_seconds(lambda: self._calls(z, routes, self.experts))
+    def seconds(self, z: jax.Array, routes: Routes, rest: float) -> float:
+        """See `Implementation`.
+
+        Raises:
+            WrongOutputError: calls in one program give other numbers than calls by themselves.
+        """
+        if not self.chained:
+            return device_seconds(lambda: self.outputs(z, routes), rest=rest)
+        chain = functools.partial(self._chain, z, routes, self.experts)
+        error = relative_error(chain(), _first_numbers(self.outputs(z, routes)))
+        if not error < CHAIN_LIMIT:
+            raise WrongOutputError(
+                f"{self.name} with {len(z)} tokens: a chain of calls is {error:.1e} from the calls "
+                "by themselves; no time is printed"
+            )
+        return device_seconds(chain, rest=rest)
+
+
+@jax.jit
+def _first_numbers(outputs: list[jax.Array]) -> jax.Array:
+    return jnp.stack([out[0, 0] for out in outputs])
 
 
 PEERS = ("xla", "ragged_dot", "triton_kernels", "mosaic")

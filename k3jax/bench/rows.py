@@ -3,6 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from k3jax.bench.timing import regime
+
+
+class WrongOutputError(Exception):
+    """An output is not that of the XLA implementation, so there is no row."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -36,19 +42,20 @@ class Row:
         return self.ours / self.floor
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[Row], rest: float | None) -> str:
     """All rows, under a heading for each routing and tensor-parallel size."""
     lines = []
     for routing, tp in dict.fromkeys((row.routing, row.tp) for row in rows):
         part = [row for row in rows if (row.routing, row.tp) == (routing, tp)]
         names = list(dict.fromkeys(name for row in part for name in row.peers))
-        lines += ["", title(routing, tp), heading(names), *(line(row, names) for row in part)]
+        lines += ["", title(routing, tp, rest), heading(names), *(line(row, names) for row in part)]
     return "\n".join(lines)
 
 
-def title(routing: str, tp: int) -> str:
-    """Of one routing and tensor-parallel size."""
-    return f"one rank of TP={tp}, {routing} routing, microseconds"
+def title(routing: str, tp: int, rest: float | None) -> str:
+    """Of one routing and tensor-parallel size, timed with these rests if they are known."""
+    how = "" if rest is None else f", {regime(rest)}"
+    return f"one rank of TP={tp}, {routing} routing, microseconds{how}"
 
 
 def heading(peers: Sequence[str]) -> str:

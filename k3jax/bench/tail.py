@@ -19,7 +19,6 @@ import argparse
 import dataclasses
 import functools
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +30,10 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from k3jax.bench.bandwidth import read_bandwidth
-from k3jax.bench.experts import WrongOutputError
 from k3jax.bench.facts import facts_of, write_json
+from k3jax.bench.rows import WrongOutputError
 from k3jax.bench.solo import SoloMailboxes, SoloRank, solo_chain
-from k3jax.bench.timing import device_seconds
+from k3jax.bench.timing import REST, add_rest, device_seconds, regime
 from k3jax.cli.arguments import integers
 from k3jax.config import MoEConfig
 from k3jax.ops.tail import fused, reference
@@ -51,7 +50,6 @@ ROUNDS = 2
 """How often a run goes through them, to keep the devices longer than the host."""
 FUSED_ROUNDS = 12
 """The same for tails as short as the fused one."""
-WARM_SECONDS = 0.3
 MODES = ("real", "solo")
 LIMIT = 6e-3
 """Largest relative L2 error; some tiers add their partials in bfloat16."""
@@ -93,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--solo", type=integers, default=(8, 16, 4, 2), help="ranks of the solo mode, 8,16,4,2"
     )
+    add_rest(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
 
@@ -104,14 +103,14 @@ def run(args: argparse.Namespace) -> int:
     print(f"{target.kind}, floors by {bandwidth / 1e12:.2f} TB/s")
     cases: list[tuple[str, int, Callable[..., dict[str, float]]]] = []
     if args.mode == "real" or (args.mode is None and len(jax.devices()) > 1):
-        real = Real.over(args.real or _most_ranks(), target)
+        real = Real.over(args.real or _most_ranks(), target, args.rest)
         cases.append(("real", real.parallel.tp, real.times))
     if args.mode == "solo" or (args.mode is None and target.arch):
-        cases += [("solo", tp, Solo(tp, target).times) for tp in args.solo]
+        cases += [("solo", tp, Solo(tp, target, args.rest).times) for tp in args.solo]
 
     rows, wrong = [], False
     for mode, tp, times in cases:
-        print(f"\n{mode}, TP={tp}, microseconds")
+        print(f"\n{mode}, TP={tp}, microseconds, {regime(args.rest)}")
         for num_tokens in args.tokens:
             rng = np.random.default_rng([args.seed, num_tokens, tp])
             floor = 1e6 * 2 * _CONFIG.hidden_size * _CONFIG.latent_size / tp / bandwidth
@@ -123,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
             else:
                 rows.append(row)
                 if args.json:  # a run that is cut short leaves what it measured
-                    write_json(facts_of(rows, bandwidth), args.json)
+                    write_json(facts_of(rows, bandwidth, args.rest), args.json)
                 parts = "  ".join(f"{name} {time:.1f}" for name, time in row.times.items())
                 print(f"{num_tokens:6d}  floor {floor:.1f}  {parts}", flush=True)
     return 1 if wrong else 0
@@ -156,15 +155,17 @@ class Real:
     Attributes:
         parallel: the ranks.
         target: their kind.
+        rest: seconds of idling between samples.
         ups: [H, L] of each layer, replicated; made at first use.
     """
 
     parallel: Parallel
     target: Target
+    rest: float = REST
     ups: list[jax.Array] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def over(cls, ranks: int, target: Target) -> "Real":
+    def over(cls, ranks: int, target: Target, rest: float = REST) -> "Real":
         """The first `ranks` devices.
 
         Raises:
@@ -173,7 +174,7 @@ class Real:
         parallel = Parallel.over_devices(ranks)
         if parallel is None:
             raise ValueError("the real mode needs 2 or more GPUs: use --mode solo")
-        return cls(parallel, target)
+        return cls(parallel, target, rest)
 
     def times(self, num_tokens: int, rng: np.random.Generator) -> dict[str, float]:
         """Microseconds a tail of every tier that can run.
@@ -215,7 +216,7 @@ class Real:
             _check(str(tier), len(ranks[0]), ranks[0], np.asarray(wanted))
         rounds = FUSED_ROUNDS if tier == TailTier.TAIL_FUSION else ROUNDS
         chain = self._chain(tier, rounds, last=True)
-        return 1e6 * _seconds(lambda: chain(*arguments)) / (rounds * LAYERS)
+        return 1e6 * device_seconds(lambda: chain(*arguments), rest=self.rest) / (rounds * LAYERS)
 
     def _chain(self, tier: TailTier, rounds: int, last: bool = False) -> Callable[..., list]:
         """A function that runs all layers `rounds` times, over all ranks.
@@ -249,14 +250,6 @@ class Real:
             tier=tier,
             target=self.target,
         )
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    """Of one run, on devices that have been busy: their clocks fall while the host compiles."""
-    begin = time.perf_counter()
-    while time.perf_counter() - begin < WARM_SECONDS:
-        jax.block_until_ready(run())
-    return device_seconds(run)
 
 
 def _layers(layer: Callable[..., jax.Array], ups: Sequence[jax.Array], s: jax.Array) -> list:
@@ -308,12 +301,14 @@ class Solo:
     Attributes:
         tp: ranks.
         target: the device.
+        rest: seconds of idling between samples.
         ups: [H / tp, L] of each layer; made at first use.
         wholes: [H, L] of each layer, for the plain order.
     """
 
     tp: int
     target: Target
+    rest: float = REST
     ups: list[jax.Array] = dataclasses.field(default_factory=list)
     wholes: list[jax.Array] = dataclasses.field(default_factory=list)
 
@@ -345,7 +340,7 @@ class Solo:
     def _seconds(self, solo: SoloRank, mailboxes: SoloMailboxes, arguments, refills: int) -> float:
         """Of a call and the refills in front of it."""
         chain, _ = solo_chain(solo, mailboxes, self.ups, rounds=ROUNDS, refills=refills, last=True)
-        return _seconds(lambda: chain(*arguments)) / (LAYERS * ROUNDS)
+        return device_seconds(lambda: chain(*arguments), rest=self.rest) / (LAYERS * ROUNDS)
 
     def _plain(self, num_tokens: int, rng: np.random.Generator) -> float:
         H, L = _CONFIG.hidden_size, _CONFIG.latent_size
@@ -363,4 +358,5 @@ class Solo:
         arguments = (m, s, gain, self.wholes, jnp.bfloat16(0))
         want = _plain(m[None], s[None], gain, self.wholes[-1])
         _check("plain", num_tokens, np.asarray(chain(*arguments)), np.asarray(want))
-        return 1e6 * _seconds(lambda: chain(*arguments)) / (LAYERS * ROUNDS)
+        seconds = device_seconds(lambda: chain(*arguments), rest=self.rest)
+        return 1e6 * seconds / (LAYERS * ROUNDS)
