@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 
 from k3jax import MoEConfig, moe_layer, plan_layer, prepare_params
-from k3jax.float32 import float32_layer, relative_error
 from k3jax.ops.check import CHECKED_OPS, run_check
 from k3jax.runtime.target import Target
+from tests.gpu.wanted import wanted
+from tests.oracle import relative_error
 from tests.support import WHOLE_LAYER, bits, parallel_of, params_of, sharded_params, tokens_of
 
 pytestmark = pytest.mark.gpu
 
 CONFIG = dataclasses.replace(MoEConfig.kimi_k3(), num_experts=32, experts_per_token=4)
+COUNTS = (0, 1, 3, 8, 9, 32, 33, 64, 128, 300)
 
 
 @functools.cache
@@ -26,6 +28,7 @@ def packed(tp):
     return prepare_params(params, CONFIG, parallel)
 
 
+@functools.cache
 def step(tp, captured=True):
     parallel = parallel_of(tp) if tp > 1 else None
     size = 1 if captured else 1_000_000
@@ -46,11 +49,10 @@ def test_kernels_against_their_reference(op):
     assert result.passed, result
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 3, 8, 9, 32, 33, 64, 128, 300])
+@pytest.mark.parametrize("num_tokens", COUNTS)
 def test_against_float32(num_tokens):
-    x = tokens_of(num_tokens, CONFIG.hidden_size)
+    x, want = wanted(CONFIG, COUNTS)[num_tokens]
     y = step(1)(packed(1), x)
-    want = jax.jit(float32_layer, static_argnums=2)(params_of(CONFIG), x, CONFIG)
     assert y.shape == want.shape
     if num_tokens:
         assert relative_error(y, want) < WHOLE_LAYER
@@ -115,9 +117,8 @@ def test_two_devices_in_turn():
 @pytest.mark.parametrize("num_tokens", [1, 8, 64, 300])
 def test_tensor_parallel_over_two_devices(num_tokens):
     need_devices(2)
-    x = tokens_of(num_tokens, CONFIG.hidden_size)
+    x, want = wanted(CONFIG, COUNTS)[num_tokens]
     y = step(2)(packed(2), x)
     for shard in y.addressable_shards:
         np.testing.assert_array_equal(bits(shard.data), bits(y))
-    want = jax.jit(float32_layer, static_argnums=2)(params_of(CONFIG), x, CONFIG)
-    assert relative_error(jax.device_put(y, jax.devices()[0]), want) < WHOLE_LAYER
+    assert relative_error(y, want) < WHOLE_LAYER

@@ -8,7 +8,6 @@ import struct
 import threading
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -39,11 +38,12 @@ TIERS = {
 
 @contextlib.contextmanager
 def contender():
-    """Streams memory through every multiprocessor for as long as the context lasts."""
+    """Streams memory through every multiprocessor, from before the context until it ends."""
     from k3jax.runtime.compile import compile_kernel
     from tests.runtime.toy import Scale
 
-    count, launched, stop = 1 << 25, [0], threading.Event()
+    count, launched = 1 << 25, [0]
+    running, stop = threading.Event(), threading.Event()
 
     def work():
         driver = Driver()  # a context belongs to a thread
@@ -63,31 +63,36 @@ def contender():
                 )
             driver.wait(stream)
             launched[0] += 8
+            running.set()
         driver.free(x)
         driver.free(y)
 
     thread = threading.Thread(target=work)
     thread.start()
     try:
+        assert running.wait(60)
         yield launched
     finally:
         stop.set()
         thread.join()
 
 
+def draw(num_tokens, rng):
+    """z, ids and weights; some ids are -1."""
+    ids = rng.permuted(np.tile(np.arange(128, dtype=np.int32), (num_tokens, 1)), axis=1)
+    ids = np.where(rng.random((num_tokens, 16)) < 0.05, -1, ids[:, :16])
+    z = rng.standard_normal((num_tokens, CONFIG.latent_size)).astype(ml_dtypes.bfloat16)
+    return z, ids, rng.uniform(0.02, 0.12, ids.shape).astype(np.float32)
+
+
 class Call:
     """One token count: its operands on the device, and the bits of its first run."""
 
-    def __init__(self, driver, build, num_tokens, packed, rng):
-        program = build(CONFIG, num_tokens, TP, Target.current())
+    def __init__(self, driver, build, rows, packed, want):
+        program = build(CONFIG, len(want), TP, Target.current())
         self.card = CardProgram(driver, program, Target.current().arch)
-        ids = rng.permuted(np.tile(np.arange(128, dtype=np.int32), (num_tokens, 1)), axis=1)
-        ids = np.where(rng.random((num_tokens, 16)) < 0.05, -1, ids[:, :16])
-        z = jnp.asarray(rng.standard_normal((num_tokens, CONFIG.latent_size)), jnp.bfloat16)
-        weights = rng.uniform(0.02, 0.12, ids.shape).astype(np.float32)
-        self.operands = [z, *jax.device_put((ids, weights)), packed.gate_up, packed.down]
-        plain = functools.partial(routed_experts, config=CONFIG, tier=ExpertsTier.XLA)
-        want = np.asarray(jax.jit(plain)(*self.operands[:3], packed), np.float64)
+        self.operands = [*jax.device_put(rows), packed.gate_up, packed.down]
+        jax.block_until_ready(self.operands)
         self.first = self.run()
         got = self.first.view(ml_dtypes.bfloat16).astype(np.float64).reshape(want.shape)
         assert np.linalg.norm(got - want) < ONE_OP * np.linalg.norm(want)
@@ -105,7 +110,14 @@ def test_the_same_bits_beside_another_kernel(tier):
     experts = random_experts(CONFIG, TP, jax.random.key(int(rng.integers(1 << 31))))
     packed = jax.block_until_ready(jax.jit(pack_experts)(experts))
     driver = Driver()
-    calls = [Call(driver, build, num_tokens, packed, rng) for num_tokens in token_counts]
+    # All tokens as one batch of the plain implementation, which compiles once.
+    rows = draw(sum(token_counts), rng)
+    plain = functools.partial(routed_experts, config=CONFIG, tier=ExpertsTier.XLA)
+    want = np.asarray(jax.jit(plain)(*rows, experts), np.float64)
+    parts = zip(
+        *(np.split(array, np.cumsum(token_counts)[:-1]) for array in (*rows, want)), strict=True
+    )
+    calls = [Call(driver, build, part[:3], packed, part[3]) for part in parts]
     with contender() as launched:
         for step in range(STEPS):
             number = int(rng.integers(len(calls)))
