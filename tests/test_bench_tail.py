@@ -45,8 +45,12 @@ def run(*arguments):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_tier_over_ranks(ranks, tmp_path, capsys):
     file = tmp_path / "rows.json"
-    assert run("--mode", "real", "--real", str(ranks), "--json", str(file)) == 0
-    rows = json.loads(file.read_text())["rows"]
+    rest = timing.REST if ranks == 2 else 0
+    arguments = () if rest else ("--rest", "0")
+    assert run("--mode", "real", "--real", str(ranks), "--json", str(file), *arguments) == 0
+    facts = json.loads(file.read_text())
+    assert facts["rest_seconds"] == rest
+    rows = facts["rows"]
     assert [(row["mode"], row["tp"], row["num_tokens"]) for row in rows] == [
         ("real", ranks, 1),
         ("real", ranks, 5),
@@ -54,7 +58,7 @@ def test_every_tier_over_ranks(ranks, tmp_path, capsys):
     for row in rows:
         assert row["floor"] == pytest.approx(1e6 * 2 * 64 * 32 / ranks / 1e10)
         assert list(row["times"]) == list(bench.REAL_TIERS)
-    assert f"real, TP={ranks}" in capsys.readouterr().out
+    assert f"real, TP={ranks}, microseconds, {timing.regime(rest)}" in capsys.readouterr().out
 
 
 def test_no_time_for_a_wrong_output(monkeypatch, capsys):
