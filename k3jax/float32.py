@@ -9,6 +9,10 @@ from k3jax.ops.activation import situ_glu
 from k3jax.ops.router import reference as router
 from k3jax.params import MoEParams
 
+COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+"""For `jax.jit` of the layer: else XLA compiles dozens of Triton kernels for each of the float32
+products, to time them, which takes tens of seconds."""
+
 
 def float32_layer(params: MoEParams, x: jax.Array, config: MoEConfig) -> jax.Array:
     """The whole layer on one device: bfloat16 or float32 x [T, H] -> float32 [T, H].

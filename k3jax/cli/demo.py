@@ -61,7 +61,7 @@ def _step(kind: str, num_tokens: int, params, config, parallel) -> float:
     import jax.numpy as jnp
     import numpy as np
 
-    from k3jax.float32 import float32_layer, relative_error
+    from k3jax.float32 import COMPILER_OPTIONS, float32_layer, relative_error
     from k3jax.layer import moe_layer
 
     x = jax.random.normal(jax.random.key(num_tokens), (num_tokens, config.hidden_size))
@@ -75,7 +75,8 @@ def _step(kind: str, num_tokens: int, params, config, parallel) -> float:
     if any((copy != copies[0]).any() for copy in copies):
         raise ValueError(f"{kind} of {num_tokens} tokens: ranks hold different bits")
     whole = jax.device_put(params, jax.devices()[0])
-    want = jax.jit(float32_layer, static_argnums=2)(whole, x, config)
+    yardstick = jax.jit(float32_layer, static_argnums=2, compiler_options=COMPILER_OPTIONS)
+    want = yardstick(whole, x, config)
     error = relative_error(jax.device_put(y, jax.devices()[0]), want)
     print(f"   {kind:8} {num_tokens:4} tokens  {1e3 * elapsed:7.2f} ms  error {error:.1e}")
     return error

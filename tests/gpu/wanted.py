@@ -7,11 +7,8 @@ import jax
 import numpy as np
 
 from k3jax.config import MoEConfig
-from k3jax.float32 import float32_layer
+from k3jax.float32 import COMPILER_OPTIONS, float32_layer
 from tests.support import params_of, tokens_of
-
-_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
-"""XLA compiles many Triton kernels for each float32 product, to time them, for tens of seconds."""
 
 
 @functools.cache
@@ -24,7 +21,7 @@ def wanted(
     compiles faster than one for each count.
     """
     x = tokens_of(sum(counts), config.hidden_size, seed)
-    layer = jax.jit(float32_layer, static_argnums=2, compiler_options=_OPTIONS)
+    layer = jax.jit(float32_layer, static_argnums=2, compiler_options=COMPILER_OPTIONS)
     y = layer(params_of(config), x, config)
     ends = np.cumsum(counts)[:-1]
     parts = zip(np.split(np.asarray(x), ends), np.split(np.asarray(y), ends), strict=True)
