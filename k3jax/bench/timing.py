@@ -31,8 +31,8 @@ takes longer to raise its clock than one that rested, and heat needs time to bui
 PAIRS = 5
 PROBE = 4
 """Runs by which one is estimated."""
-MOST_RUNS = 12
-"""Most runs of either part of a queue: JAX keeps no more than 32 in flight."""
+MOST_RUNS = 100
+"""Most runs of either part of a queue."""
 SLOW = 0.02
 """Seconds of a run next to which its dispatch is nothing."""
 
