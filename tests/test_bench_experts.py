@@ -156,18 +156,19 @@ def test_no_time_for_a_wrong_output(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("wrong", [np.nan, 1.1])
-def test_no_time_for_a_chain_that_gives_other_numbers(wrong, monkeypatch, capsys):
-    right = peers._first_numbers
-    calls = []
+def test_no_time_for_a_chain_that_gives_other_numbers(wrong, monkeypatch):
+    def call(z, ids, weights, experts):
+        return z * weights[:, :1].astype(z.dtype)
 
-    def skewed(outputs):
-        calls.append(outputs)
-        return right(outputs) * (wrong if len(calls) == 1 else 1)
-
-    monkeypatch.setattr(peers, "_first_numbers", skewed)
-    assert run("--routing", "uniform", "--peers", "none", "--tokens", "3") == 1
-    assert "a chain of calls is" in capsys.readouterr().err
-    assert len(calls) == 2
+    chain = peers.JaxImplementation("ours", 8, call, None, chained=True)
+    rng = np.random.default_rng()
+    z = jnp.asarray(rng.standard_normal((3, 512)), jnp.bfloat16)
+    routes = [bench.draw_routes(rng, 3, "uniform") for _ in range(2)]
+    chain.seconds(z, routes, 1e-3)
+    outputs = [out * wrong for out in chain.outputs(z, routes)]
+    monkeypatch.setattr(peers.JaxImplementation, "outputs", lambda *args: outputs)
+    with pytest.raises(bench.WrongOutputError, match="a chain of calls is"):
+        chain.seconds(z, routes, 1e-3)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
