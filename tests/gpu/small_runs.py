@@ -95,7 +95,7 @@ def example(program: Program) -> Iterator[Case]:
 
 CASES: dict[str, Callable[[Target], Iterator[Case]]] = {
     "router": router,
-    "single": functools.partial(experts, decode.decode_program, (1,)),
+    "single": functools.partial(experts, decode.decode_program, (1,), tp=2),
     "decode": functools.partial(experts, decode.decode_program, (2, 9, 65)),
     "grouped": functools.partial(experts, grouped.grouped_program, (70,)),
     "grouped on wide ranks": functools.partial(experts, grouped.grouped_program, (70,), tp=4),

@@ -74,9 +74,21 @@ def test_inner_sizes(inner):
     single(config=config).check(num_sms=32)
 
 
+@pytest.mark.parametrize("latent", [256, 768, 1280])
+def test_gate_up_warps(latent):
+    """One, or an odd number: the last copy of a tile brings the slice of a single warp."""
+    single(config=dataclasses.replace(SMALL, latent_size=latent)).check(num_sms=5)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_ring(seed):
+    """Far more tiles of a block than its ring holds, in any order of the warps."""
+    config = dataclasses.replace(SMALL, expert_intermediate_size=192)
+    single(config=config).check(num_sms=2, seed=seed)
+
+
 @pytest.mark.parametrize("top_k", [1, 6, 16, 20, 28])
 def test_slots(top_k):
-    """As many down warps as slots, or several slots a warp."""
     single(config=dataclasses.replace(SMALL, num_experts=40, experts_per_token=top_k)).check()
 
 
@@ -133,8 +145,8 @@ def test_k3_compiles_without_spills(tp, arch):
 
 @pytest.mark.parametrize(
     ("change", "tp"),
-    [({}, 1), ({}, 2), ({"experts_per_token": 33}, 8), ({"latent_size": 4096}, 8)],
+    [({}, 1), ({}, 2), ({"experts_per_token": 17}, 8), ({"latent_size": 4096}, 8)],
 )
 def test_what_does_not_fit_is_left_to_the_decode_kernel(change, tp):
-    """Weights, slots, warps."""
+    """Weights, warps for down, warps for gate/up."""
     assert single_program(dataclasses.replace(K3, **change), tp, Target.named("h200")) is None

@@ -2,25 +2,29 @@
 
 With one token a multiprocessor reads some 270 KB in all, so what counts is that the reading starts
 at once and never pauses, and that little is left to do when the last byte lands. One block runs on
-each multiprocessor: warps for gate/up, two service warps, and warps for down, one for each slot.
+each multiprocessor: warps for gate/up, a service warp, a warp that starts all copies, and a warp
+for down of each slot.
 
-The first thing that a warp does is to load the ids, the token and the like: behind the stream of
-weights a load comes when the bytes that are on their way have come, microseconds later.
+Barriers are made first, few by any warp, for making one takes some 25 cycles. Then each warp loads
+the ids, the token and the like: behind the stream of weights a load comes when the bytes that are
+on their way have come, microseconds later.
 
-Gate/up. The slots whose id is an expert are its units, and every warp finds them itself. Block b
-takes row tiles b, b + grid, and so on (8 gate and the matching 8 up rows over all of L), so that
-units are complete one after another. Warp w owns k = 256 w .. 256 w + 255: a ring of slots of its
-own for that slice of the tiles, which it fills and reads alone, and that slice of the token in
-shared memory. The warps' partial sums meet in shared memory, where the service warps, taking turns,
-add them in warp order, apply SiTU and store the hidden values.
+Copies. The slots whose id is an expert are the units, and every warp finds them itself. Block b
+takes gate/up row tiles b, b + grid, and so on (8 gate and the matching 8 up rows over all of L), so
+that units are complete one after another, and a few down row tiles of every unit. One warp starts
+all copies in the order in which their bytes are needed: tile t + `AHEAD` once tile t has landed and
+its place in the ring is free, and then down's rows of each unit whose last tiles were read `LAG`
+rounds before. Rows that are started sooner take the memory's rate from gate/up, for which all of
+down waits in the end; at the last tile, all that are left are started.
 
-Down. A block holds a few row tiles of every slot's expert, so that it has all slots for its rows
-and adds them itself. Down warp w takes slot w. Of the block's gate/up tiles, some are the round in
-which the slot's last ones are read; when the next tile has landed, the warp starts the copy of its
-rows, so that the bytes come in the order in which they are needed. It waits for them and for the
-slot's hidden values, multiplies, and leaves rounded rows in shared memory; at the end the block
-adds the rows in slot order, or writes them out. So down of early slots runs beside gate/up of late
-ones, and little is left for the end.
+Gate/up. Warp w owns k = 256 w .. 256 w + 255: that slice of every tile, and of the token in shared
+memory. The warps' partial sums meet in shared memory, where the service warp adds them in warp
+order, applies SiTU and stores the hidden values.
+
+Down. A block has all slots for its rows and adds them itself. Down warp w takes slot w: it waits
+for the rows' weights and for the slot's hidden values, multiplies, and leaves rounded rows in
+shared memory; at the end the block adds the rows in slot order, or writes them out. So down of
+early slots runs beside gate/up of late ones, and little is left for the end.
 
 Hidden values live in memory that the call keeps between its runs, twice. A word that is not there
 yet is 0xFFFFFFFF, which no rounded pair of bf16 can be, and down loads until none is left. Every
@@ -29,12 +33,16 @@ and marks the other half again: the run before is over, so nobody reads it any m
 
 Sums of a slot are formed in the order in which the decode kernel forms them.
 
-Why it cannot hang. A gate/up warp refills a slot of its ring after it has read it, and waits for
-copies that it started itself. Partial sums have two buffers: a gate/up warp waits for the service
-warp to empty one, the service warp for all gate/up warps to fill it, and all take the same sequence
-of tiles. So gate/up of a block waits for nothing outside the block, nor for its down warps. These
-wait for a gate/up tile of the block, for a copy that they started, and for gate/up of all blocks,
-which are all resident: one a multiprocessor, no more blocks than multiprocessors.
+Why it cannot hang. The copying warp waits for tiles that it started before, and for the gate/up
+warps to have read the tile whose place in the ring it fills; these wait for copies in the order in
+which it starts them. Partial sums have two buffers: a gate/up warp waits for the service warp to
+empty one, the service warp for all gate/up warps to fill it, and all take the same sequence of
+tiles. So gate/up and the copies of a block wait for nothing outside the block, nor for its down
+warps. These wait for a copy, and for gate/up of all blocks, which are all resident: one a
+multiprocessor, no more blocks than multiprocessors.
+A wait for a phase by its parity must not come two phases late. A place of the ring is filled again
+only when every gate/up warp has read it, so after each has waited for what it held, and after the
+copying warp has waited for that too; it is read again only after the copying warp has filled it.
 """
 
 from dataclasses import dataclass
@@ -44,7 +52,6 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from k3jax.ops import kernel_ptx as ptx
 from k3jax.ops.experts.kernel_chunks import multiply_groups, zeros
-from k3jax.ops.experts.kernel_units import expert_at
 from k3jax.ops.experts.packing import (
     CHUNK,
     CHUNK_BYTES,
@@ -58,6 +65,13 @@ from k3jax.runtime.program import Kernel
 
 MAX_SLOTS = 32
 """Most slots of the token: a lane each."""
+
+AHEAD = 2
+"""Gate/up tiles of a block that are on their way."""
+LAG = 2
+"""Rounds of tiles between a unit's last one and the start of its down weights."""
+SLICES = 2
+"""Warps' slices of a gate/up tile that one copy brings."""
 
 _GROUP_BYTES = GROUP_CHUNKS * CHUNK_BYTES
 _SUMS_BYTES = ROW_TILE * 4
@@ -80,8 +94,7 @@ class SingleTokenKernel(Kernel):
         latent: L, a multiple of 256.
         inner: I of this rank, a multiple of 64.
         num_blocks: grid; at most the device's multiprocessors.
-        stages: slots of a gate/up warp's ring.
-        down_warps: warps for down; each holds the block's rows of an expert.
+        stages: gate/up tiles that the ring holds, more than `AHEAD`.
         beta: soft cap of the gate.
         linear_beta: soft cap of the linear branch, or None.
         weighted: write the weighted sum [L] rather than rows [top_k, L].
@@ -93,7 +106,6 @@ class SingleTokenKernel(Kernel):
     inner: int
     num_blocks: int
     stages: int
-    down_warps: int
     beta: float
     linear_beta: float | None
     weighted: bool
@@ -122,8 +134,8 @@ class SingleTokenKernel(Kernel):
 
     @property
     def threads(self) -> int:
-        """Gate/up warps, two service warps, down warps."""
-        return 32 * (self.warps + 2 + self.down_warps)
+        """Gate/up warps, service warp, copying warp, down warps."""
+        return 32 * (self.warps + 2 + self.top_k)
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -141,9 +153,9 @@ class SingleTokenKernel(Kernel):
         return self.warps * _GROUP_BYTES
 
     @property
-    def max_tiles(self) -> int:
-        """Most gate/up row tiles of a block."""
-        return -(-self.top_k * self.num_tiles // self.num_blocks)
+    def pieces(self) -> int:
+        """Copies of a gate/up row tile."""
+        return -(-self.warps // SLICES)
 
     @property
     def down_tiles(self) -> int:
@@ -173,8 +185,7 @@ class SingleTokenKernel(Kernel):
     @property
     def gains_offset(self) -> int:
         """Shared memory of the slots' weights, after the barriers."""
-        barriers = self.warps * self.stages + 4 + self.down_warps + self.max_tiles
-        return _aligned(8 * barriers)
+        return _aligned(8 * (self.stages * (self.pieces + 1) + 4 + self.top_k))
 
     @property
     def rows_offset(self) -> int:
@@ -193,18 +204,18 @@ class SingleTokenKernel(Kernel):
 
     @property
     def hidden_offset(self) -> int:
-        """Shared memory of each down warp's hidden values."""
+        """Shared memory of each slot's hidden values."""
         return _aligned(self.token_offset + 2 * self.latent)
 
     @property
     def down_offset(self) -> int:
-        """Shared memory of each down warp's weights."""
-        return _aligned(self.hidden_offset + self.down_warps * 2 * self.inner)
+        """Shared memory of each slot's down weights."""
+        return _aligned(self.hidden_offset + self.top_k * 2 * self.inner)
 
     @property
     def ring_offset(self) -> int:
-        """Shared memory of the rings: a stage of all gate/up warps, then the next."""
-        return _aligned(self.down_offset + self.down_warps * self.job_bytes)
+        """Shared memory of the ring of gate/up tiles."""
+        return _aligned(self.down_offset + self.top_k * self.job_bytes)
 
     @property
     def shared_bytes(self) -> int:
@@ -229,37 +240,37 @@ class SingleTokenKernel(Kernel):
         warp = cute.arch.make_warp_uniform(thread // 32)
         lane = cute.arch.lane_idx()
         shared = Uint32(cute.arch.get_dyn_smem(Uint32, alignment=128).toint())
+        self.init_barriers(shared, warp - self.warps)
+        place = Int64(cutlass.min(lane, self.top_k - 1)) * 4
+        loaded = ptx.load_global(ids + place)
+        gain = ptx.load_global(weights + place)
         run = ptx.load_global(runs + Int64(block) * 4)
         words = self.load_token(z, warp)
-        experts, slots, count = self.find_units(ids)
-        total = count * self.num_tiles
+        experts, slots, taken = self.find_units(loaded)
+        count = Int32(cute.arch.popc(taken))
         # Every num_blocks-th tile: units are complete one after another, not all at the end.
-        tiles = (total - block + self.num_blocks - 1) // self.num_blocks
-        work = (experts, block, tiles)
-        if warp < self.warps:
-            if lane == 0:
-                for stage in cutlass.range_constexpr(self.stages):
-                    ptx.barrier_init(self.full(shared, warp, stage), 1)
-            cute.arch.mbarrier_init_fence()
-            cute.arch.sync_warp()
-            for stage in cutlass.range_constexpr(self.stages):
-                if stage < tiles:
-                    self.copy(shared, gate_up, work, Int32(stage), warp)
+        tiles = (count * self.num_tiles - block + self.num_blocks - 1) // self.num_blocks
+        work = (experts, slots, count, tiles)
+        if warp == self.warps + 1:
+            for tile in cutlass.range_constexpr(AHEAD):
+                if tile < tiles:
+                    self.copy_tile(shared, gate_up, work, Int32(tile))
+        elif warp == self.warps:
+            self.keep_gains(shared, gain, taken)
+        elif warp < self.warps:
             ptx.store_shared_4(self.token(shared, warp) + Uint32(lane * 16), words)
-        else:
-            self.init_barriers(shared, warp - self.warps)
-            if warp == self.warps:
-                self.keep_gains(shared, weights, ids)
         cute.arch.sync_threads()
 
         half = hidden + Int64((run & 1) * self.hidden_bytes)
         if warp < self.warps:
-            self.compute(shared, gate_up, work, warp)
-        elif warp < self.warps + 2:
-            other = hidden + Int64((run & 1 ^ 1) * self.hidden_bytes)
-            self.serve(shared, half, other, slots, work, warp - self.warps)
+            self.compute(shared, tiles, warp)
+        elif warp == self.warps:
+            self.serve(shared, half, work)
+        elif warp == self.warps + 1:
+            self.mark(hidden + Int64((run & 1 ^ 1) * self.hidden_bytes))
+            self.start_copies(shared, gate_up, down, work)
         else:
-            self.take_slots(shared, down, half, ids, work, warp - (self.warps + 2))
+            self.take_slot(shared, half, taken, warp - (self.warps + 2))
         cute.arch.sync_threads()
         if cutlass.const_expr(self.weighted):
             self.combine(shared, out)
@@ -270,66 +281,67 @@ class SingleTokenKernel(Kernel):
 
     @cute.jit
     def init_barriers(self, shared: Uint32, warp: Int32):
-        """The barriers that the block shares, each by a lane of the warps that copy nothing yet."""
+        """The barriers, each by one lane of the warp that makes it; gate/up warps make none."""
         if cute.arch.lane_idx() == 0:
             if warp == 0:
                 for buffer in cutlass.range_constexpr(2):
                     ptx.barrier_init_warps(self.summed(shared, buffer), self.warps)
                     ptx.barrier_init_warps(self.drained(shared, buffer), 1)
-                for tile in cutlass.range(self.max_tiles, unroll=1):
-                    ptx.barrier_init_warps(self.landed(shared, tile), 1)
+            elif warp == 1:
+                for piece in cutlass.range_constexpr(self.stages * self.pieces):
+                    ptx.barrier_init(self.full(shared, 0, piece), 1)
+                for stage in cutlass.range_constexpr(self.stages):
+                    ptx.barrier_init_warps(self.read(shared, stage), self.warps)
             elif warp >= 2:
                 ptx.barrier_init(self.down_full(shared, warp - 2), 1)
         cute.arch.mbarrier_init_fence()
+        cute.arch.sync_warp()
 
     @cute.jit
-    def load_id(self, ids: Int64) -> Int32:
-        """The expert of this lane's slot, or -1."""
-        return expert_at(ids, cute.arch.lane_idx(), Int32(self.top_k), self.num_experts)
-
-    @cute.jit
-    def find_units(self, ids: Int64):
-        """Expert and slot of this lane's unit, and the number of units."""
+    def find_units(self, loaded: Int32):
+        """Expert and slot of this lane's unit, and which slots have an expert, a bit each."""
         lane = cute.arch.lane_idx()
-        expert = self.load_id(ids)
-        taken = Uint32(cute.arch.vote_ballot_sync(expert >= 0))
-        count = Int32(cute.arch.popc(taken))
-        left, slot = lane, Int32(0)
-        for step in cutlass.range_constexpr(5):
-            half = 16 >> step
-            below = Int32(cute.arch.popc((taken >> Uint32(slot)) & Uint32((1 << half) - 1)))
-            if left >= below:
-                left -= below
-                slot += half
-        return cute.arch.shuffle_sync(expert, slot), slot, cute.arch.make_warp_uniform(count)
+        known = (lane < self.top_k) & (Uint32(loaded) < Uint32(self.num_experts))
+        taken = Uint32(cute.arch.vote_ballot_sync(known))
+        slot = lane
+        # Unless the first slots are the units, each lane looks for its own.
+        if (taken & (taken + Uint32(1))) != Uint32(0):
+            left = lane
+            slot = Int32(0)
+            for step in cutlass.range_constexpr(5):
+                half = 16 >> step
+                below = Int32(cute.arch.popc((taken >> Uint32(slot)) & Uint32((1 << half) - 1)))
+                if left >= below:
+                    left -= below
+                    slot += half
+        return cute.arch.shuffle_sync(loaded, slot), slot, taken
 
-    def full(self, shared, warp, stage):
-        """Barrier: the warp's slot has landed."""
-        return shared + Uint32((warp * self.stages + stage) * 8)
+    def full(self, shared, stage, piece):
+        """Barrier: the copy of a piece of a tile has landed."""
+        return shared + Uint32((stage * self.pieces + piece) * 8)
+
+    def read(self, shared, stage):
+        """Barrier: every gate/up warp has read the tile."""
+        return shared + Uint32((self.stages * self.pieces + stage) * 8)
 
     def summed(self, shared, buffer):
-        """Barrier: every compute warp has stored its partial sums."""
-        return shared + Uint32((self.warps * self.stages + buffer) * 8)
+        """Barrier: every gate/up warp has stored its partial sums."""
+        return shared + Uint32((self.stages * (self.pieces + 1) + buffer) * 8)
 
     def drained(self, shared, buffer):
         """Barrier: the service warp has read the partial sums."""
-        return shared + Uint32((self.warps * self.stages + 2 + buffer) * 8)
+        return shared + Uint32((self.stages * (self.pieces + 1) + 2 + buffer) * 8)
 
-    def landed(self, shared, tile):
-        """Barrier: the block's gate/up tile has landed."""
-        place = self.warps * self.stages + 4 + self.down_warps + tile
-        return shared + Uint32(place * 8)
+    def down_full(self, shared, slot):
+        """Barrier: the down weights of the slot have landed."""
+        return shared + Uint32((self.stages * (self.pieces + 1) + 4 + slot) * 8)
 
-    def down_full(self, shared, warp):
-        """Barrier: the weights of the down warp's slot have landed."""
-        return shared + Uint32((self.warps * self.stages + 4 + warp) * 8)
+    def down_at(self, shared, slot):
+        """A slot's down weights."""
+        return shared + Uint32(self.down_offset + slot * self.job_bytes)
 
-    def down_at(self, shared, warp):
-        """A down warp's weights."""
-        return shared + Uint32(self.down_offset + warp * self.job_bytes)
-
-    def slot(self, shared, warp, stage):
-        """A slot of a warp's ring."""
+    def tile_at(self, shared, stage, warp):
+        """A warp's slice of a tile in the ring."""
         return shared + Uint32(self.ring_offset + stage * self.tile_bytes + warp * _GROUP_BYTES)
 
     def token(self, shared, warp):
@@ -339,6 +351,10 @@ class SingleTokenKernel(Kernel):
     def partial(self, shared, buffer, warp):
         """A warp's 16 sums."""
         return shared + Uint32(self.partials_offset + (buffer * self.warps + warp) * _SUMS_BYTES)
+
+    def hidden_at(self, shared, slot):
+        """A slot's hidden values."""
+        return shared + Uint32(self.hidden_offset + slot * (2 * self.inner))
 
     def row(self, shared, slot):
         """The block's part of a slot's row."""
@@ -354,16 +370,14 @@ class SingleTokenKernel(Kernel):
         return ptx.load_global_4(z + Int64(piece) * 16)
 
     @cute.jit
-    def keep_gains(self, shared: Uint32, weights: Int64, ids: Int64):
+    def keep_gains(self, shared: Uint32, gain: Int32, taken: Uint32):
         """One warp: the slots' weights, and which slots have an expert."""
         lane = cute.arch.lane_idx()
-        taken = Uint32(cute.arch.vote_ballot_sync(self.load_id(ids) >= 0))
         gains = shared + Uint32(self.gains_offset)
         if lane < self.top_k:
-            gain = ptx.load_global(weights + Int64(lane) * 4)
             ptx.store_shared(gains + Uint32(lane * 4), gain)
         if lane == 0:
-            ptx.store_shared(gains + Uint32(4 * MAX_SLOTS), Int32(taken))
+            ptx.store_shared(gains + Uint32(4 * MAX_SLOTS), taken)
 
     @cute.jit
     def taken(self, shared: Uint32) -> Uint32:
@@ -371,66 +385,107 @@ class SingleTokenKernel(Kernel):
         return Uint32(ptx.load_shared(shared + Uint32(self.gains_offset + 4 * MAX_SLOTS)))
 
     @cute.jit
-    def copy(self, shared: Uint32, gate_up: Int64, work, index: Int32, warp: Int32):
-        """Starts the copy of the warp's slice of the block's tile `index`."""
-        experts, block, _ = work
+    def copy_tile(self, shared: Uint32, gate_up: Int64, work, index: Int32):
+        """Starts the copies of the block's gate/up tile `index`."""
+        experts, _, _, _ = work
+        block, _, _ = cute.arch.block_idx()
         tile = block + index * self.num_blocks
         expert = cute.arch.make_warp_uniform(
             cute.arch.shuffle_sync(experts, tile // self.num_tiles)
         )
         if cute.arch.lane_idx() == 0:
             stage = index % self.stages
-            full, target = self.full(shared, warp, stage), self.slot(shared, warp, stage)
             row = Int64(expert) * self.num_tiles + tile % self.num_tiles
-            source = gate_up + row * self.tile_bytes + warp * _GROUP_BYTES
-            ptx.barrier_expect(full, Int32(_GROUP_BYTES))
-            ptx.bulk_copy(target, source, Int32(_GROUP_BYTES), full, ptx.evict_first_policy())
+            policy = ptx.evict_first_policy()
+            for piece in cutlass.range_constexpr(self.pieces):
+                first = piece * SLICES
+                num_bytes = Int32((min(first + SLICES, self.warps) - first) * _GROUP_BYTES)
+                full, target = self.full(shared, stage, piece), self.tile_at(shared, stage, first)
+                source = gate_up + row * self.tile_bytes + first * _GROUP_BYTES
+                ptx.barrier_expect(full, num_bytes)
+                ptx.bulk_copy(target, source, num_bytes, full, policy)
 
     @cute.jit
-    def compute(self, shared, gate_up, work, warp):
-        """A compute warp's slice of L of every tile of the block."""
+    def copy_rows(self, shared: Uint32, down: Int64, work, unit: Int32):
+        """Starts the copy of the block's down rows of a unit."""
+        experts, slots, _, _ = work
+        expert = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(experts, unit))
+        slot = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(slots, unit))
+        first, rows = self.down_share()
+        if (cute.arch.lane_idx() == 0) & (rows > 0):
+            full, num_bytes = self.down_full(shared, slot), rows * self.down_bytes
+            source = down + (Int64(expert) * self.down_tiles + first) * self.down_bytes
+            policy = ptx.evict_first_policy()
+            ptx.barrier_expect(full, num_bytes)
+            ptx.bulk_copy(self.down_at(shared, slot), source, num_bytes, full, policy)
+
+    @cute.jit
+    def start_copies(self, shared: Uint32, gate_up: Int64, down: Int64, work):
+        """The copying warp: what comes after the first tiles, in order."""
+        _, _, count, tiles = work
+        unit = Int32(0)
+        for tile in cutlass.range(tiles, unroll=1):
+            stage, phase = tile % self.stages, Uint32(tile // self.stages) & Uint32(1)
+            for piece in cutlass.range_constexpr(self.pieces):
+                ptx.barrier_wait(self.full(shared, stage, piece), phase)
+            index = tile + AHEAD
+            if index < tiles:
+                if index >= self.stages:
+                    last = index // self.stages - 1
+                    read = self.read(shared, index % self.stages)
+                    ptx.barrier_wait(read, Uint32(last) & Uint32(1))
+                self.copy_tile(shared, gate_up, work, index)
+            rounds = cutlass.max(tile + 1 - LAG, 0)
+            due = cutlass.min(rounds * self.num_blocks // self.num_tiles, count)
+            for one in cutlass.range(unit, due, unroll=1):
+                self.copy_rows(shared, down, work, one)
+            unit = due
+        for one in cutlass.range(unit, count, unroll=1):
+            self.copy_rows(shared, down, work, one)
+
+    @cute.jit
+    def mark(self, other: Int64):
+        """One warp: marks the block's share of the half that the next run uses."""
+        block, _, _ = cute.arch.block_idx()
+        for piece in cutlass.range(
+            block * 32 + cute.arch.lane_idx(), self.hidden_bytes // 16, self.num_blocks * 32
+        ):
+            ptx.store_global_4(other + Int64(piece) * 16, Uint32(ptx.NOT_WRITTEN))
+
+    @cute.jit
+    def compute(self, shared: Uint32, tiles: Int32, warp: Int32):
+        """A gate/up warp's slice of L of every tile of the block."""
         lane = cute.arch.lane_idx()
-        _, _, tiles = work
         column = self.token(shared, warp) + Uint32(lane % 4 * 32)
         for index in cutlass.range(tiles):
             stage, phase = index % self.stages, Uint32(index // self.stages) & Uint32(1)
             # By bits: as divisions, they would become loop variables, and registers.
             buffer, emptied = index & 1, (Uint32(index >> 1) & Uint32(1)) ^ Uint32(1)
-            ptx.barrier_wait(self.full(shared, warp, stage), phase)
-            if (warp == 0) & ptx.arrives(lane):
-                ptx.barrier_arrive(self.landed(shared, index))
+            ptx.barrier_wait(self.full(shared, stage, warp // SLICES), phase)
             sums = zeros(8, Float32)
-            multiply_groups([self.slot(shared, warp, stage)], column, [sums], GROUP_CHUNKS)
+            multiply_groups([self.tile_at(shared, stage, warp)], column, [sums], GROUP_CHUNKS)
             ptx.barrier_wait(self.drained(shared, buffer), emptied)
             if lane % 4 == 0:
                 place = self.partial(shared, buffer, warp) + Uint32(lane)
                 ptx.store_shared_float(place, sums[0] + sums[4])
                 ptx.store_shared_float(place + Uint32(32), sums[2] + sums[6])
             ptx.barrier_arrive_warp(self.summed(shared, buffer))
-            if index + self.stages < tiles:
-                self.copy(shared, gate_up, work, index + self.stages, warp)
+            if ptx.arrives(lane):
+                ptx.barrier_arrive(self.read(shared, stage))
 
     @cute.jit
-    def serve(self, shared, half, other, slots, work, buffer):
-        """A service warp: SiTU of every other tile, a neuron in each of eight lanes.
-
-        The second also marks the block's share of the half that the next run uses.
-        """
+    def serve(self, shared: Uint32, half: Int64, work):
+        """The service warp: SiTU of every tile, a neuron in each of eight lanes."""
         lane = cute.arch.lane_idx()
-        _, block, tiles = work
-        if buffer == 1:
-            for piece in cutlass.range(
-                block * 32 + lane, self.hidden_bytes // 16, self.num_blocks * 32
-            ):
-                ptx.store_global_4(other + Int64(piece) * 16, Uint32(ptx.NOT_WRITTEN))
+        block, _, _ = cute.arch.block_idx()
+        _, slots, _, tiles = work
         neuron = lane % NEURONS
         stores = (lane < NEURONS) & (neuron % 2 == 0)
-        phase = Uint32(0)
-        for index in cutlass.range(buffer, tiles, 2):
+        for index in cutlass.range(tiles):
+            buffer, phase = index & 1, Uint32(index >> 1) & Uint32(1)
             tile = block + index * self.num_blocks
             slot = cute.arch.shuffle_sync(slots, tile // self.num_tiles)
             ptx.barrier_wait(self.summed(shared, buffer), phase)
-            phase = phase ^ Uint32(1)
             pair = self.add_partials(shared, buffer, neuron)
             place = slot * self.inner + (tile % self.num_tiles * NEURONS + neuron)
             if stores:
@@ -463,44 +518,20 @@ class SingleTokenKernel(Kernel):
         return first, each + Int32(block < more)
 
     @cute.jit
-    def take_slots(self, shared, down, half, ids, work, warp):
-        """A down warp: its slots' rows, for the block's row tiles."""
-        _, _, tiles = work
-        lane = cute.arch.lane_idx()
-        first, rows = self.down_share()
-        expert_of_slot = self.load_id(ids)
-        taken = Uint32(cute.arch.vote_ballot_sync(expert_of_slot >= 0))
-        parity = Uint32(0)
-        for begin in cutlass.range_constexpr(0, self.top_k, self.down_warps):
-            slot = begin + warp
-            expert = Int32(-1)
-            if slot < self.top_k:
-                expert = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(expert_of_slot, slot))
-            if (expert >= 0) & (rows > 0):
-                unit = Int32(cute.arch.popc(taken & ((Uint32(1) << Uint32(slot)) - Uint32(1))))
-                last = ((unit + 1) * self.num_tiles - 1) // self.num_blocks
-                after = cutlass.min(last + 1, tiles - 1)
-                if after >= 0:
-                    ptx.barrier_wait(self.landed(shared, after), Uint32(0))
-                if lane == 0:
-                    source = down + (Int64(expert) * self.down_tiles + first) * self.down_bytes
-                    full, num_bytes = self.down_full(shared, warp), rows * self.down_bytes
-                    ptx.barrier_expect(full, num_bytes)
-                    policy = ptx.evict_first_policy()
-                    ptx.bulk_copy(self.down_at(shared, warp), source, num_bytes, full, policy)
-                cute.arch.sync_warp()
-                ptx.barrier_wait(self.down_full(shared, warp), parity)
-                parity = parity ^ Uint32(1)
-                self.take_hidden(shared, half, slot, warp)
-                self.multiply(shared, slot, rows, warp)
-                cute.arch.sync_warp()
+    def take_slot(self, shared: Uint32, half: Int64, taken: Uint32, slot: Int32):
+        """A down warp: its slot's rows, for the block's row tiles."""
+        _, rows = self.down_share()
+        if ((taken >> Uint32(slot)) & Uint32(1) != Uint32(0)) & (rows > 0):
+            ptx.barrier_wait(self.down_full(shared, slot), Uint32(0))
+            self.take_hidden(shared, half, slot)
+            self.multiply(shared, slot, rows)
 
     @cute.jit
-    def take_hidden(self, shared: Uint32, half: Int64, slot: Int32, warp: Int32):
+    def take_hidden(self, shared: Uint32, half: Int64, slot: Int32):
         """Brings a slot's hidden values into shared memory, once all are there."""
         lane = cute.arch.lane_idx()
         source = half + Int64(slot) * (2 * self.inner)
-        target = shared + Uint32(self.hidden_offset + warp * (2 * self.inner))
+        target = self.hidden_at(shared, slot)
         missing = cute.arch.vote_any_sync(lane >= 0)
         while missing:
             newest = Uint32(0)
@@ -513,14 +544,14 @@ class SingleTokenKernel(Kernel):
         cute.arch.sync_warp()
 
     @cute.jit
-    def multiply(self, shared: Uint32, slot: Int32, tiles: Int32, warp: Int32):
+    def multiply(self, shared: Uint32, slot: Int32, tiles: Int32):
         """The block's row tiles of a slot; rounded, they stay in shared memory.
 
         A lane holds rows 2g and 2g + 1 of a tile; all columns are the token.
         """
         lane = cute.arch.lane_idx()
-        column = shared + Uint32(self.hidden_offset + warp * (2 * self.inner) + lane % 4 * 32)
-        weights = self.down_at(shared, warp)
+        column = self.hidden_at(shared, slot) + Uint32(lane % 4 * 32)
+        weights = self.down_at(shared, slot)
         # Two tiles at a time; where there is one more, it takes both places.
         for tile in cutlass.range(0, tiles, 2, unroll=1):
             pair = (tile, cutlass.min(tile + 1, tiles - 1))
@@ -577,7 +608,6 @@ REPRESENTATIVES = {
         inner=inner,
         num_blocks=132,
         stages=3,
-        down_warps=16,
         beta=4.0,
         linear_beta=25.0,
         weighted=True,

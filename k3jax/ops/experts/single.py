@@ -9,9 +9,7 @@ from k3jax.runtime.program import ArraySpec, Kept, KeptSpec, Launch, Operand, Pr
 from k3jax.runtime.target import Target
 
 STAGES = 3
-"""Slots of a gate/up ring."""
-MAX_DOWN_WARPS = 16
-"""Down warps of a block: a slot of K3 each."""
+"""Gate/up tiles of the ring."""
 MAX_THREADS = 1024
 
 
@@ -40,7 +38,6 @@ def single_program(
         inner=config.expert_intermediate_size // tp,
         num_blocks=target.num_sms,
         stages=STAGES,
-        down_warps=min(K, MAX_DOWN_WARPS),
         beta=config.situ_beta,
         linear_beta=config.situ_linear_beta,
         weighted=weighted,
