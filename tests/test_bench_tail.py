@@ -30,6 +30,7 @@ def small(monkeypatch):
     monkeypatch.setattr(bench, "LAYERS", 3)
     monkeypatch.setattr(bench, "ROUNDS", 1)
     monkeypatch.setattr(bench, "FUSED_ROUNDS", 2)
+    monkeypatch.setattr(bench, "PLAIN_ROUNDS", 2)
     monkeypatch.setattr(bench.Target, "current", lambda: target)
     for name in ("PAIRS", "MOST_RUNS"):
         monkeypatch.setattr(timing, name, 1)

@@ -50,6 +50,8 @@ ROUNDS = 2
 """How often a run goes through them, to keep the devices longer than the host."""
 FUSED_ROUNDS = 12
 """The same for tails as short as the fused one."""
+PLAIN_ROUNDS = 6
+"""The same for the plain order with nothing to exchange."""
 MODES = ("real", "solo")
 LIMIT = 6e-3
 """Largest relative L2 error; some tiers add their partials in bfloat16."""
@@ -339,8 +341,10 @@ class Solo:
 
     def _seconds(self, solo: SoloRank, mailboxes: SoloMailboxes, arguments, refills: int) -> float:
         """Of a call and the refills in front of it."""
-        chain, _ = solo_chain(solo, mailboxes, self.ups, rounds=ROUNDS, refills=refills, last=True)
-        return device_seconds(lambda: chain(*arguments), rest=self.rest) / (LAYERS * ROUNDS)
+        chain, _ = solo_chain(
+            solo, mailboxes, self.ups, rounds=FUSED_ROUNDS, refills=refills, last=True
+        )
+        return device_seconds(lambda: chain(*arguments), rest=self.rest) / (LAYERS * FUSED_ROUNDS)
 
     def _plain(self, num_tokens: int, rng: np.random.Generator) -> float:
         H, L = _CONFIG.hidden_size, _CONFIG.latent_size
@@ -353,10 +357,10 @@ class Solo:
 
         @jax.jit
         def chain(m, s, gain, ups, zero):
-            return _layers(functools.partial(layer, m, s, gain, zero), ups * ROUNDS, s)[-1]
+            return _layers(functools.partial(layer, m, s, gain, zero), ups * PLAIN_ROUNDS, s)[-1]
 
         arguments = (m, s, gain, self.wholes, jnp.bfloat16(0))
         want = _plain(m[None], s[None], gain, self.wholes[-1])
         _check("plain", num_tokens, np.asarray(chain(*arguments)), np.asarray(want))
         seconds = device_seconds(lambda: chain(*arguments), rest=self.rest)
-        return 1e6 * seconds / (LAYERS * ROUNDS)
+        return 1e6 * seconds / (LAYERS * PLAIN_ROUNDS)
