@@ -191,17 +191,19 @@ def test_calls_that_overlap_their_predecessor(streams, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "tokens"), [(2, 3), (2, 9), (4, 17), (8, 8), (16, 5)])
+@pytest.mark.parametrize(("ranks", "tokens"), [(2, 3), (2, 8), (2, 9), (4, 17), (8, 8), (16, 5)])
 def test_k3_s_blocks(ranks, tokens):
     """One cluster a rank of the geometry that K3 has.
 
     At TP=2 not all weights have a place: a tile takes that of another, or some are in registers.
+    There a block has as many tiles as warps, so some warps take two.
     """
     facts = kernel_facts(ranks, 3584, 7168, tokens)
     geometry = TailGeometry(**facts)
     assert geometry.streams == (tokens <= 8 and ranks <= 8)
     assert (geometry.slots < geometry.tiles) == (ranks == 2 and tokens <= 8)
     assert (geometry.kept_steps < geometry.steps) == (ranks == 2 and tokens > 8)
+    assert (geometry.pairs > 0) == (ranks == 2 and tokens <= 8)
     loopback = Loopback(
         ranks, 3584, geometry.rows * ranks, 8, 1, *(geometry.k_parts, geometry.warps),
         round_tokens=geometry.round_tokens, streams=geometry.streams,
@@ -213,7 +215,7 @@ def test_k3_s_blocks(ranks, tokens):
 
 @pytest.mark.parametrize("latent_size", [256, 512])
 def test_narrow_latents(latent_size):
-    """The sums of 8 tokens over a tile of streamed weights would not fit into the narrowest."""
+    """A block has 32 columns of the narrowest latent, where streamed tiles are smallest."""
     facts = kernel_facts(2, latent_size, 1920, 8)
     geometry = TailGeometry(**facts)
     assert geometry.tiles == 5

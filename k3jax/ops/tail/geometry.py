@@ -27,12 +27,12 @@ TILE_ROWS = 16
 """Rows of the up-projection in one matrix instruction."""
 STEP = 32
 """Elements of the latent that one 16-byte load a lane covers: two matrix instructions."""
-TILE_SUMS = TILE_ROWS + 4
-"""Floats from one token's sums over a tile to the next, where they take the tile's place."""
+FINISH_TILES = 4
+"""Row tiles whose columns one warp finishes, two columns a lane."""
 STREAMED_TILES = 4
 """Fewest row tiles of a block whose weights are streamed: with 2 it was slower."""
-MOST_WINDOW = 4
-"""Most tiles of streamed weights on their way at a time: 57 KB of a block at K3's widths.
+MOST_WINDOW = 5
+"""Most tiles of streamed weights on their way at a time: 72 KB of a block at K3's widths.
 
 More of them hold up every other load of the multiprocessor; fewer do not keep the memory busy.
 """
@@ -120,7 +120,16 @@ class TailGeometry:
     @property
     def multipliers(self) -> int:
         """Warps that multiply."""
-        return self.tiles * self.k_parts
+        return self.tiles * self.k_parts - self.pairs
+
+    @property
+    def pairs(self) -> int:
+        """Warps that multiply two streamed tiles, the first ones; others multiply one.
+
+        As many as it takes to leave warps that only finish columns.
+        """
+        finishing = -(-self.round_tokens * self.rows // 64)
+        return max(self.tiles + finishing - self.warps, 0) if self.streams else 0
 
     @property
     def workers(self) -> int:
@@ -212,7 +221,7 @@ class TailGeometry:
     def partial_bytes(self) -> int:
         """A round's sums by warps: [round_tokens * k_blocks, k_parts, rows] float32, padded.
 
-        None if weights are streamed: a warp's sums take the place of its weights.
+        None if weights are streamed: a warp sends its sums as they are.
         """
         if self.streams:
             return 0
@@ -257,16 +266,29 @@ class TailGeometry:
         return self.reads_all and self.token_tiles == 1 and not self.experts_per_token
 
     @property
+    def looks_at_peers_alone(self) -> bool:
+        """Whether a poll leaves out this rank's own words when it looks again.
+
+        Of two ranks' words they are half; with more ranks it was not tried.
+        """
+        return self.streams and self.ranks == 2
+
+    @property
+    def sum_barriers(self) -> int:
+        """Barriers of sums by blocks: of each buffer, or of what each warp finishes."""
+        return -(-self.tiles // FINISH_TILES) if self.streams else self.buffers
+
+    @property
     def barriers(self) -> int:
         """Offset in shared memory of the barriers, after the header."""
         return HEADER_WORDS * 4
 
     @property
     def num_barriers(self) -> int:
-        """Of the header, of the squares, of two buffers of sums, of each tile of weights, and of
-        each tile whose place another takes.
+        """Of the header, of the squares, of sums, of each tile of weights, and of each tile whose
+        place another takes.
         """
-        return 4 + self.tiles + self.tiles - self.slots
+        return 2 + self.sum_barriers + self.tiles + self.tiles - self.slots
 
     @property
     def parts(self) -> tuple[int, int, int]:
@@ -359,7 +381,6 @@ def kernel_facts(
         window = max(min(MOST_WINDOW, tiles // groups // 2), 1)
         streamed = facts | {"k_parts": 1, "streams": True, "window": window}
         geometry = TailGeometry(**streamed)
-        sums_fit = TILE_ROWS // 2 * geometry.kept_width >= K_BLOCKS * TILE_SUMS * 4  # even rows
-        if geometry.tiles <= 2 * geometry.slots and sums_fit:  # a place is taken once more
+        if geometry.tiles <= 2 * geometry.slots:  # a place is taken once more
             return streamed
     return facts

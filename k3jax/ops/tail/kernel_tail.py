@@ -17,9 +17,12 @@ columns) and, with its cluster, share g of the rank's rows of the up-projection.
 - Up to 8 tokens, where a block has 4 row tiles or more (TP=2, 4, 8), weights are streamed, and the
   copies have warps of their own. A few tiles are on their way at a time: with 200 KB in flight a
   load of anything else takes up to 5 us, and an exchange takes several. Each warp multiplies its
-  tile as it lands and hands over its sums, so that after the last tile only that one's product is
-  left to do. At TP=2 the last tile takes the place of the first. (Registers for what has no place
-  cost 1.5 us: their loads come last and hold up those behind them.)
+  tile as it lands and sends its sums on from registers. Other warps finish the columns of 4 tiles
+  each as soon as these are complete, so that after the last tile only the last columns are left to
+  do: what counts is when the last words leave for the other ranks, since the kernel is over 1.3 us
+  later, when they have arrived. At TP=2 there are as many tiles as warps: the first warps take two
+  each, whose loads of tokens they share, and the last tile takes the place of the first. (Registers
+  for what has no place cost 1.5 us: their loads come last and hold up those behind them.)
 - All blocks publish to the other ranks: partial latents (or the weighted sum of the unfinalised
   rows) and slices of the shared partial, spread over the grid by warps. Then the upper half of the
   warps re-arms the previous slot, while the lower one polls. What a rank needs of its own partials
@@ -33,11 +36,11 @@ columns) and, with its cluster, share g of the rank's rows of the up-projection.
   where these have room.
 - Project: m16n8k16 with 16 weight rows as A and 8 tokens as B. A lane's 16 bytes are 8 adjacent k
   of a row, where the instruction wants 2 + 2 at distance 8; as weights and latents are permuted
-  alike, the sum over k is the same and nothing is shuffled. The warps' sums are added up and go to
-  the block of the cluster that finishes the token, which adds them in order, rounds, adds the
-  shared partials (looked at before the product; polled after it, or before the weights are here),
-  writes its columns of the result and publishes them to the other ranks. Tokens are taken in
-  rounds, on two buffers.
+  alike, the sum over k is the same and nothing is shuffled. The warps' sums (added up, if warps
+  share a tile) go to the block of the cluster that finishes the token, which adds them in order,
+  rounds, adds the shared partials (looked at before the product; polled after it, or before the
+  weights are here), writes its columns of the result and publishes them to the other ranks. Tokens
+  are taken in rounds, on two buffers.
 - Gather: every lane polls its pieces of the other ranks' columns and writes the result. Before that
   one thread counts the block; the last block moves the header on. Nobody waits for this atomic.
 
@@ -48,9 +51,10 @@ stored, to other ranks too, has arrived: it costs more than the product.
 Why it cannot hang. Blocks wait for words that blocks of the same phase or an earlier one store, on
 this rank or another; phases are in one order in every block, and publishing waits for nothing. All
 blocks are resident, so all of them get there. A tile that takes another one's place waits for that
-one's product, which waits for no later tile. How many bytes blocks of a cluster expect of one
-another depends on T alone, and nobody leaves before it has its own. A rank that does not come ends
-every poll by its budget (`give_up`); what a failure means for later calls is in docs/protocol.md.
+one's product, which waits for copies that wait for no place, and for no warp that finishes columns.
+How many bytes blocks of a cluster expect of one another depends on T alone, and nobody leaves
+before it has its own. A rank that does not come ends every poll by its budget (`give_up`); what a
+failure means for later calls is in docs/protocol.md.
 
 In a loopback launch the grid's second axis is the rank and `workspace_stride` the distance between
 the ranks' workspaces and there is no peer; everything else is the same code.
@@ -63,15 +67,18 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from k3jax.ops import kernel_ptx as ptx
 from k3jax.ops.tail import kernel_words as words
-from k3jax.ops.tail.geometry import STEP, TILE_ROWS, TILE_SUMS, kernel_facts
+from k3jax.ops.tail.geometry import (
+    FINISH_TILES,
+    STEP,
+    TILE_ROWS,
+    kernel_facts,
+)
 from k3jax.ops.tail.kernel_exchange import Exchange, add_pairs, scaled
 from k3jax.runtime.program import Kernel
 from k3jax.runtime.workspace import EPOCH_WORD, RANK_WORD, SLOTS
 
-SQUARES, SUMS, WEIGHTS = 1, 2, 4
-"""Shared-memory barriers of a block after that of the header; there are two buffers of sums, and
-tiles of weights.
-"""
+SQUARES, SUMS = 1, 2
+"""Shared-memory barriers of a block after that of the header; those of weights follow."""
 
 POLLED_LOADS = 8
 """Most loads of 16 bytes that a lane has in flight while it polls partial latents."""
@@ -225,7 +232,7 @@ class TailKernel(Exchange, Kernel):
         if lane >= 0:
             width = self.kept_width
             for tile in cutlass.range(lane, self.tiles, self.fetching_threads):
-                ptx.barrier_expect(self.barrier(smem, WEIGHTS + tile), Int32(TILE_ROWS * width))
+                ptx.barrier_expect(self.landed(tile, smem), Int32(TILE_ROWS * width))
             rank = Int32(0)
             if stride != 0:  # else no copy need wait for the header
                 rank = Int32(words.load_peer_word(own, RANK_WORD * 4))
@@ -253,7 +260,7 @@ class TailKernel(Exchange, Kernel):
     def fetch_row(self, source: Int64, tile: Int32, row: Int32, policy, smem: Uint32):
         """Starts the copy of a row of a tile."""
         at = source + Int64(tile * TILE_ROWS + row) * (self.latent_size * 2)
-        barrier = self.barrier(smem, WEIGHTS + tile)
+        barrier = self.landed(tile, smem)
         target = self.weight_row(tile, row, smem)
         ptx.bulk_copy(target, at, Int32(self.kept_width), barrier, policy)
 
@@ -268,9 +275,14 @@ class TailKernel(Exchange, Kernel):
         return start + Uint32((tile * TILE_ROWS + row) * self.weight_bytes)
 
     @cute.jit
+    def landed(self, tile: Int32, smem: Uint32) -> Uint32:
+        """The barrier that says that a tile's weights are there."""
+        return self.barrier(smem, SUMS + self.sum_barriers + tile)
+
+    @cute.jit
     def freed(self, tile: Int32, smem: Uint32) -> Uint32:
         """The barrier that says that a tile's place may be taken."""
-        return self.barrier(smem, WEIGHTS + self.tiles + tile)
+        return self.landed(self.tiles + tile, smem)
 
     @cute.jit
     def slice_of_row(self, up_proj: Int64, first_row: Int32) -> Int64:
@@ -282,7 +294,7 @@ class TailKernel(Exchange, Kernel):
     @cute.jit
     def wait_for_weights(self, tile: Int32, smem: Uint32):
         """Returns once the copies of a tile's rows have landed."""
-        ptx.barrier_wait(self.barrier(smem, WEIGHTS + tile), Uint32(0))
+        ptx.barrier_wait(self.landed(tile, smem), Uint32(0))
 
     @cute.jit
     def load_weights(self, up_proj: Int64, first_row: Int32):
@@ -485,7 +497,10 @@ class TailKernel(Exchange, Kernel):
                 left = self.poll(own, epoch, left, rank, loads, partials)
                 mine = self.own_shared(shared, first + token, column, rank)
                 added = self.sum_pairs(partials, mine, rank)
-        if multiplies:
+        if cutlass.const_expr(self.streams):
+            if multiplies:
+                self.multiply_streamed(rows, count, smem)
+        elif multiplies:
             if cutlass.const_expr(not self.reads_all):
                 self.wait_for_weights(tile, smem)
             elif cutlass.const_expr(not self.reads_early):
@@ -493,8 +508,6 @@ class TailKernel(Exchange, Kernel):
             for group in cutlass.range(0, count, 8 * self.token_tiles):
                 self.multiply(held, kept, rows, count, group, smem)
         if cutlass.const_expr(self.streams):
-            if multiplies:
-                self.hand_over_tile(count, number, smem)
             token, column, here = self.finished(count)  # worked out again: registers are short
         mine = Uint32(0)
         if cutlass.const_expr(not self.streams):
@@ -570,10 +583,6 @@ class TailKernel(Exchange, Kernel):
                     chain = half % width
                     chains[n][chain] = ptx.multiply_add(a, (x[i], x[j]), chains[n][chain])
         place = part * self.rows + tile * TILE_ROWS + lane // 4
-        own_place = smem
-        if cutlass.const_expr(self.streams):
-            cute.arch.sync_warp()  # the tile's weights have been read
-            own_place = self.weight_row(tile, Int32(0), smem)
         for n in cutlass.range_constexpr(tiles):
             total = chains[n][0]
             if cutlass.const_expr(width == 2):
@@ -582,10 +591,59 @@ class TailKernel(Exchange, Kernel):
                 token = first + 8 * n + lane % 4 * 2 + i
                 if token < count:
                     at = smem + Uint32(self.partials + (token * self.partial_stride + place) * 4)
-                    if cutlass.const_expr(self.streams):
-                        at = own_place + Uint32((token * TILE_SUMS + lane // 4) * 4)
                     ptx.store_shared_float(at, total[i])
                     ptx.store_shared_float(at + Uint32(32), total[2 + i])
+
+    @cute.jit
+    def multiply_streamed(self, rows, count, smem):
+        """The warp's one or two streamed tiles times a round's tokens.
+
+        Two tiles share their loads of tokens: shared memory has the copies to take in as well.
+        """
+        warp = cute.arch.thread_idx()[0] // 32
+        if cutlass.const_expr(self.pairs):
+            if warp < self.pairs:
+                self.multiply_tiles(2 * warp, 2, rows, count, smem)
+            else:
+                self.multiply_tiles(warp + self.pairs, 1, rows, count, smem)
+        else:
+            self.multiply_tiles(warp, 1, rows, count, smem)
+
+    @cute.jit
+    def multiply_tiles(self, first: Int32, number: cutlass.Constexpr, rows, count, smem):
+        """Adjacent tiles of 16 rows times 8 tokens; those past the last repeat it and are dropped.
+
+        Sums go from registers to the blocks that finish them.
+        """
+        lane = cute.arch.thread_idx()[0] % 32
+        for i in cutlass.range_constexpr(number):
+            self.wait_for_weights(first + i, smem)
+        offset = Uint32(lane % 4 * 16)
+        place = self.staged(smem, rows + cutlass.min(lane // 4, count - 1)) + offset
+        starts = [self.weight_row(first + i, lane // 4, smem) + offset for i in range(number)]
+        zero = Float32(0.0)
+        width = 2 // number  # two chains of dependent products either way
+        chains = [[(zero, zero, zero, zero) for _ in range(width)] for _ in range(number)]
+        for step in cutlass.range_constexpr(self.steps):
+            x = ptx.load_shared_4(place + Uint32(step * STEP * 2))
+            for n in cutlass.range_constexpr(number):
+                above = ptx.load_shared_4(starts[n] + Uint32(step * STEP * 2))
+                below = ptx.load_shared_4(starts[n] + Uint32(step * STEP * 2 + self.eight_rows))
+                for half in cutlass.range_constexpr(2):
+                    i, j = 2 * half, 2 * half + 1
+                    a = (above[i], below[i], above[j], below[j])
+                    chain = half % width
+                    chains[n][chain] = ptx.multiply_add(a, (x[i], x[j]), chains[n][chain])
+        for n in cutlass.range_constexpr(number):
+            total = chains[n][0]
+            if cutlass.const_expr(width == 2):
+                total = [a + b for a, b in zip(*chains[n], strict=True)]
+            for i in cutlass.range_constexpr(2):
+                token = lane % 4 * 2 + i
+                if token < count:
+                    row = (first + n) * TILE_ROWS + lane // 4
+                    self.send_sums(token, row, total[i], total[2 + i], smem)
+            self.leave_tile(first + n, count, smem)
 
     @cute.jit
     def buffer(self, number: Int32, smem: Uint32):
@@ -593,6 +651,12 @@ class TailKernel(Exchange, Kernel):
         which = number % 2
         at = smem + Uint32(self.sums) + Uint32(which * self.buffer_bytes)
         return at, self.barrier(smem, SUMS + which), Uint32(number // 2 % 2)
+
+    @cute.jit
+    def tile_sums(self, tile: Int32, smem: Uint32):
+        """The same of a tile's sums, if weights are streamed: there is one round."""
+        barrier = self.barrier(smem, SUMS + tile // FINISH_TILES)
+        return smem + Uint32(self.sums), barrier, Uint32(0)
 
     @cute.jit
     def hand_over(self, count: Int32, number: Int32, smem: Uint32):
@@ -619,26 +683,31 @@ class TailKernel(Exchange, Kernel):
             words.store_async(sums + Uint32(place * 4), token % self.k_blocks, total, barrier)
 
     @cute.jit
-    def hand_over_tile(self, count: Int32, number: Int32, smem: Uint32):
-        """The same by each warp for its own tile, whose place is free then."""
-        thread, _, _ = cute.arch.thread_idx()
+    def send_sums(self, token: Int32, row: Int32, above: Float32, below: Float32, smem: Uint32):
+        """The same by a lane of a warp that streamed a tile: a token's sums of two of its rows.
+
+        What a warp finishes has a barrier of its own, so all but the last columns are on their way
+        to the other ranks before the last tile has landed.
+        """
         block, _, _ = cute.arch.block_idx()
-        block, tile, lane = block % self.k_blocks, thread // 32, thread % 32
-        sums, barrier, _ = self.buffer(number, smem)
-        if thread == 0:
-            tokens = (count - block + (self.k_blocks - 1)) // self.k_blocks
-            ptx.barrier_expect(barrier, tokens * self.buffer_bytes // self.round_tokens)
-        start, quads = self.weight_row(tile, Int32(0), smem), TILE_ROWS // 4
-        cute.arch.sync_warp()
-        for unit in cutlass.range(lane, count * quads, 32):
-            token, row = unit // quads, unit % quads * 4
-            total = words.load_four_floats(start + Uint32((token * TILE_SUMS + row) * 4))
-            place = token // self.k_blocks * self.k_blocks + block
-            at = sums + Uint32((place * self.rows + tile * TILE_ROWS + row) * 4)
-            words.store_async(at, token % self.k_blocks, total, barrier)
+        place = token // self.k_blocks * self.k_blocks + block % self.k_blocks
+        sums, barrier, _ = self.tile_sums(row // TILE_ROWS, smem)
+        at = sums + Uint32((place * self.rows + row) * 4)
+        words.store_async(at, token % self.k_blocks, [above], barrier)
+        words.store_async(at + Uint32(32), token % self.k_blocks, [below], barrier)
+
+    @cute.jit
+    def leave_tile(self, tile: Int32, count: Int32, smem: Uint32):
+        """After a streamed tile's product: what this block expects of all, and the tile's place."""
+        block, _, _ = cute.arch.block_idx()
+        lane = cute.arch.thread_idx()[0] % 32
+        if (lane == 0) & (tile % FINISH_TILES == 0):
+            _, barrier, _ = self.tile_sums(tile, smem)
+            tokens = (count - block % self.k_blocks + (self.k_blocks - 1)) // self.k_blocks
+            rows = cutlass.min(self.tiles - tile, FINISH_TILES) * TILE_ROWS
+            ptx.barrier_expect(barrier, tokens * rows * (self.k_blocks * 4))
         if tile < self.tiles - self.slots:
-            words.fence_proxy()
-            cute.arch.sync_warp()
+            cute.arch.sync_warp()  # all lanes have read their weights
             if lane == 0:
                 ptx.barrier_arrive(self.freed(tile, smem))
 
@@ -662,7 +731,11 @@ class TailKernel(Exchange, Kernel):
     @cute.jit
     def sum_blocks(self, token: Int32, column: Int32, number: Int32, smem: Uint32) -> Uint32:
         """r(sum over the cluster's blocks, in order) of two columns of a round's token."""
-        sums, barrier, parity = self.buffer(number, smem)
+        sums, barrier, parity = (
+            self.tile_sums(column % self.rows // TILE_ROWS, smem)
+            if self.streams
+            else self.buffer(number, smem)
+        )
         ptx.barrier_wait(barrier, parity)
         low, high = Float32(0.0), Float32(0.0)
         place = token // self.k_blocks * (self.k_blocks * self.rows) + column % self.rows

@@ -139,11 +139,6 @@ def fence_barrier_init():
     _ptx("fence.mbarrier_init.release.cluster;")
 
 
-def fence_proxy():
-    """Orders what this thread wrote to shared memory before copies into the same place."""
-    _ptx("fence.proxy.async.shared::cta;")
-
-
 def cluster_arrive():
     """Says that this thread's block has begun; releases nothing but initialised barriers."""
     _ptx("barrier.cluster.arrive.relaxed;")
