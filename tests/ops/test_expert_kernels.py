@@ -17,6 +17,8 @@ from k3jax.runtime.sass import inspect_cubin
 from k3jax.runtime.target import Target
 from tests import oracle
 from tests.emulator import run_program
+from tests.emulator.copies import BulkCopies
+from tests.emulator.device import Device
 from tests.ops.test_expert_packing import random_experts
 from tests.support import ONE_OP, bits
 
@@ -113,6 +115,34 @@ def test_token_counts(num_tokens):
 def test_widths_of_the_latent(latent, num_sms):
     """More warps than jobs, and none that refills slots, so that all of them may take one."""
     case(2, config=dataclasses.replace(SMALL, latent_size=latent)).check(num_sms=num_sms)
+
+
+def test_copies_on_their_way(monkeypatch):
+    """As many slots of a block as the window has are being filled, though more are free.
+
+    Copies land late: when nothing else can go on.
+    """
+    most, load, after_a_while = set(), BulkCopies.load, Device.after_a_while
+
+    def late(device, action):
+        now, device.time = device.time, device.time + 1000
+        after_a_while(device, action)
+        device.time = now
+
+    def count(copies, access, number, *rest):
+        load(copies, access, number, *rest)
+        block_of = copies.grid.block_of
+        mine = [copy for copy in copies.pending if block_of[copy.number] == block_of[number]]
+        most.add(len({copy.barrier for copy in mine}))
+
+    monkeypatch.setattr(BulkCopies, "load", count)
+    monkeypatch.setattr(Device, "after_a_while", late)
+    one = case(2, config=dataclasses.replace(SMALL, latent_size=3584))
+    one.check()
+    program = decode.decode_program(one.config, 2, 1, target(3))
+    kernel = program.launches[-1].kernel
+    assert kernel.window < kernel.stages - 2
+    assert max(most) == kernel.window
 
 
 @pytest.mark.slow

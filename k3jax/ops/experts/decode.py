@@ -22,10 +22,11 @@ MAX_ROUTES = 1 << 14
 MAX_SUMMED_TOKENS = 64
 """Most tokens whose rows stay in shared memory for the weighted sum."""
 MAX_STAGES = 8
-MAX_LARGE_STAGES, LARGE_TILES = 5, 8
-"""Most slots of the ring if a slot has room for so many down row tiles: the more copies are on
-their way at once, the later the first lands, and the warps that take down jobs need fewer slots."""
+"""Most slots of the ring."""
 MIN_STAGES = 2
+WINDOW_BYTES = 60 << 10
+"""Of copies that a block has on their way at a time (on the H200): more than keep the memory busy
+only delay each other, and the loads of tokens and hidden values."""
 MAX_BATCH = 8
 """Most chunks of hidden values that a lane's registers hold."""
 MAX_WARPS = 30
@@ -143,16 +144,17 @@ def _main_kernel(config, num_tokens, inner, target, weighted):
         max_tokens=token_bucket(num_tokens, smallest=1),
         num_blocks=target.num_sms,
         stages=0,
+        window=0,
         beta=config.situ_beta,
         linear_beta=config.situ_linear_beta,
         weighted=weighted,
         keeps_rows=weighted and num_tokens <= MAX_SUMMED_TOKENS,
     )
-    most = MAX_LARGE_STAGES if kernel.slot_tiles >= LARGE_TILES else MAX_STAGES
-    stages = min((target.shared_bytes - kernel.ring_offset) // kernel.slot_bytes, most)
+    stages = min((target.shared_bytes - kernel.ring_offset) // kernel.slot_bytes, MAX_STAGES)
     if stages < MIN_STAGES:
         raise NotImplementedError(
             f"experts='decode': a ring of {MIN_STAGES} slots of {kernel.slot_bytes} bytes does not "
             f"fit {target.shared_bytes} bytes of shared memory; use experts='xla'"
         )
-    return replace(kernel, stages=stages)
+    window = max(round(WINDOW_BYTES / kernel.slot_bytes), 2)
+    return replace(kernel, stages=stages, window=min(window, stages))

@@ -1,34 +1,35 @@
 """Routed experts of a few tokens: gate/up, SiTU, down, weighted sum in one persistent kernel.
 
 Decode is bound by the bytes of the experts' weights, so everything serves one stream of them. One
-block runs on each multiprocessor; a block has L / 256 compute warps (14 for K3) and two service
-warps.
+block runs on each multiprocessor; a block has L / 256 compute warps (14 for K3), a service warp and
+a copying warp.
 
 Units. Routes (token, slot) are grouped into units of at most 8 routes of one expert: the 8 columns
 of a matrix instruction whose 16 rows are weights. Up to 128 routes every block groups them itself
 (all blocks alike); more are grouped by the launch before.
 
-Weights. A service warp copies blocks of packed weights into a ring of shared-memory slots, in the
-order in which the block consumes them: first its share of the gate/up row tiles of all units, then
-its share of down. It runs ahead as far as the ring reaches, so down weights are in flight before
-gate/up is done. Shares: down rows are cut evenly over the blocks, each block taking its row tiles
-of ALL units; gate/up tiles are cut contiguously, so that gate/up and down bytes together are even.
+Weights. The copying warp fills a ring of shared-memory slots with packed weights, in the order in
+which the block consumes them: first its share of the gate/up row tiles of all units, then its share
+of down. It runs ahead as far as the ring reaches, so down weights are there before gate/up is done;
+but it starts a copy only when all but the last `window` - 1 of those before it have landed. That
+many keep the memory busy. More would only stand in line: weights would land out of order, gate/up
+behind down, and every load of tokens or hidden values behind all of them. Shares: down rows are cut
+evenly over the blocks, each block taking its row tiles of ALL units; gate/up tiles are cut
+contiguously, so that gate/up and down bytes together are even.
 
 Gate/up. A row tile is 8 gate and the 8 matching up rows over all of L. Compute warp w owns
 k = 256 w .. 256 w + 255 and holds the tokens' share of these as operand B in registers for as long
 as the unit lasts, so shared memory carries nothing but weights. The warps' partial sums meet in
-shared memory, where the service warps, taking turns, add them in warp order, apply SiTU and store
-the hidden values to global memory. That all sums of a tile are there also says that its ring slot
-has been read: the service warp refills it. Sums of a route depend on nothing but its token and
-expert.
+shared memory, where the service warp adds them in warp order, applies SiTU and stores the hidden
+values to global memory. That all sums of a tile are there also says that its ring slot has been
+read: the service warp hands it back. Sums of a route depend on nothing but its token and expert.
 
-Down. All warps take jobs of a unit's one or two row tiles (K is short), but for the first service
-warp as long as it has slots to refill: at one token that is never, and 16 units have 16 warps. A
-warp loads the hidden values of the unit's routes straight into registers as operand B. They may
-still be on their way from another block: they were words 0xFFFFFFFF before, which no rounded pair
-of bf16 can be, and the warp loads again until none is left. Since a block holds its rows of all
-units, it also holds all slots of each token for these rows, and adds them in slot order: in shared
-memory, or where they do not fit, out of global memory after a barrier of the block.
+Down. All warps but the copying one take jobs of a unit's one or two row tiles (K is short). A warp
+loads the hidden values of the unit's routes straight into registers as operand B. They may still be
+on their way from another block: they were words 0xFFFFFFFF before, which no rounded pair of bf16
+can be, and the warp loads again until none is left. Since a block holds its rows of all units, it
+also holds all slots of each token for these rows, and adds them in slot order: in shared memory, or
+where they do not fit, out of global memory after a barrier of the block.
 
 Not written. Where routes are many, the launch before fills the hidden values with these words. Up
 to 128 routes there is none: the program keeps memory for the hidden values of two runs. A run takes
@@ -36,11 +37,11 @@ the place that the run before left, and fills the other, whose values nobody rea
 run after. Which is which, each block counts for itself in a word of that memory; since every run is
 over before the next begins, all blocks agree.
 
-Why it cannot hang. A ring slot is refilled once every warp that reads it has: the compute warps a
-gate/up tile, all warps but the refilling one a slot of down. They take the same sequence of slots.
-Gate/up of a block waits for nothing outside the block. Down waits only for gate/up of this grid's
-blocks, which are all resident at once: one block a multiprocessor, no more blocks than
-multiprocessors (a kernel that shares the device delays a block, but ends).
+Why it cannot hang. The copying warp waits for copies that it has started and for slots that have
+been read, a gate/up tile by the compute warps, a slot of down by all warps but itself. All take the
+same sequence of slots. Gate/up of a block waits for nothing outside the block. Down waits only for
+gate/up of this grid's blocks, which are all resident at once: one block a multiprocessor, no more
+blocks than multiprocessors (a kernel that shares the device delays a block, but ends).
 """
 
 from dataclasses import dataclass
@@ -97,6 +98,7 @@ class DecodeKernel(Kernel):
         max_tokens: most tokens of a launch.
         num_blocks: grid; at most the device's multiprocessors.
         stages: slots of the weight ring.
+        window: slots whose copies are on their way at a time, at most `stages`.
         beta: soft cap of the gate.
         linear_beta: soft cap of the linear branch, or None.
         weighted: write the weighted sum [T, L] rather than rows [T, top_k, L].
@@ -110,6 +112,7 @@ class DecodeKernel(Kernel):
     max_tokens: int
     num_blocks: int
     stages: int
+    window: int
     beta: float
     linear_beta: float | None
     weighted: bool
@@ -135,7 +138,7 @@ class DecodeKernel(Kernel):
 
     @property
     def threads(self) -> int:
-        """Compute warps and two service warps."""
+        """Compute warps, the service warp and the copying warp."""
         return 32 * (self.warps + 2)
 
     @property
@@ -268,14 +271,16 @@ class DecodeKernel(Kernel):
         if num_rows == 0:
             jobs = Int32(0)
         share = (begin, tiles, first_row, num_rows, jobs)
-        if warp >= self.warps:
-            copies = (units, gate_up, down, share, ptx.evict_first_policy())
-            self.serve(shared, copies, hidden, warp - self.warps)
+        if warp == self.warps + 1:
+            self.copy(shared, (units, gate_up, down, share, ptx.evict_first_policy()))
         else:
-            if cutlass.const_expr(self.groups_itself):
-                self.clear(spare, place_bytes)
-            self.gate_up(shared, units, z, begin, tiles, warp)
-        self.down(shared, units, hidden, rows, share, warp)
+            if warp == self.warps:
+                self.serve(shared, units, hidden, begin, tiles)
+            else:
+                if cutlass.const_expr(self.groups_itself):
+                    self.clear(spare, place_bytes)
+                self.gate_up(shared, units, z, begin, tiles, warp)
+            self.down(shared, units, hidden, rows, share, warp)
         if cutlass.const_expr(self.keeps_rows):
             cute.arch.sync_threads()
             self.combine(shared, ids, weights, out, first_row, num_rows, num_tokens)
@@ -300,10 +305,11 @@ class DecodeKernel(Kernel):
 
     @cute.jit
     def init_barriers(self, shared: Uint32):
-        """Ring slots full and empty, then partial sums full and empty."""
+        """Ring slots full, empty and taken, then partial sums full and empty."""
         for slot in cutlass.range_constexpr(self.stages):
             ptx.barrier_init(self.full(shared, slot), 1)
             ptx.barrier_init_warps(self.empty(shared, slot), self.warps + 1)
+            ptx.barrier_init_warps(self.taken(shared, slot), 1)
         for buffer in cutlass.range_constexpr(2):
             ptx.barrier_init_warps(self.summed(shared, buffer), self.warps)
             ptx.barrier_init_warps(self.drained(shared, buffer), 1)
@@ -314,16 +320,20 @@ class DecodeKernel(Kernel):
         return shared + Uint32(slot * 8)
 
     def empty(self, shared, slot):
-        """Barrier: every warp but the refilling one has read the slot."""
+        """Barrier: every warp but the copying one has read the slot's down weights."""
         return shared + Uint32((self.stages + slot) * 8)
+
+    def taken(self, shared, slot):
+        """Barrier: every compute warp has read the slot's gate/up tile."""
+        return shared + Uint32((2 * self.stages + slot) * 8)
 
     def summed(self, shared, buffer):
         """Barrier: every compute warp has stored its partial sums."""
-        return shared + Uint32((2 * self.stages + buffer) * 8)
+        return shared + Uint32((3 * self.stages + buffer) * 8)
 
     def drained(self, shared, buffer):
         """Barrier: the service warp has read the partial sums."""
-        return shared + Uint32((2 * self.stages + 2 + buffer) * 8)
+        return shared + Uint32((3 * self.stages + 2 + buffer) * 8)
 
     def first_row(self, block):
         """First down tile of a block: the first blocks have one more than the others.
@@ -388,56 +398,53 @@ class DecodeKernel(Kernel):
         return route
 
     @cute.jit
-    def serve(self, shared, copies, hidden, server):
-        """A service warp: SiTU of every other gate/up tile, and the block's weight copies.
+    def serve(self, shared, units, hidden, begin, tiles):
+        """The service warp: SiTU of every gate/up tile.
 
-        Whoever finds the sums of tile i complete knows that its ring slot has been read, and starts
-        the copy of stage i + stages into it. Stages past these are down stages, refilled by the
-        first service warp.
+        That the sums of a tile are complete says that its slot has been read. It also says that the
+        tile has landed, as a warp that takes down jobs must know: barriers tell only phases apart
+        that are next to each other.
         """
-        units, _, _, share, _ = copies
-        begin, tiles, _, _, _ = share
         lane = cute.arch.lane_idx()
-        num_stages = self.count_stages(share)
-        if server == 0:
-            filled = cutlass.min(self.stages, tiles)
-            for stage in cutlass.range(filled, unroll=1):
-                self.copy_tile(shared, copies, stage)
-            for stage in cutlass.range(filled, cutlass.min(self.stages, num_stages), unroll=1):
-                self.copy_jobs(shared, copies, stage)
-
         column, pair = lane // 4, lane % 4
-        phase = Uint32(0)
         route, unit_end = Int32(-1), Int32(0)
-        for index in cutlass.range(server, tiles, 2):
+        for index in cutlass.range(tiles):
             if begin + index >= unit_end:
                 unit = (begin + index) // self.gate_up_tiles
                 unit_end = (unit + 1) * self.gate_up_tiles
                 route = self.route_of(shared, units, unit, column)
-            ptx.barrier_wait(self.summed(shared, server), phase)
-            phase = phase ^ Uint32(1)
-            stage = index + self.stages
-            if stage < tiles:
-                self.copy_tile(shared, copies, stage)
-            elif stage < num_stages:
-                self.copy_jobs(shared, copies, stage)
-            pairs = self.add_partials(shared, server, column, pair)
+            buffer = index & 1
+            ptx.barrier_wait(self.summed(shared, buffer), Uint32(index >> 1) & Uint32(1))
+            if ptx.arrives(lane):
+                ptx.barrier_arrive(self.taken(shared, index % self.stages))
+            pairs = self.add_partials(shared, buffer, column, pair)
             neuron = self.inner - (unit_end - begin - index) * NEURONS + pair * 2
             if route >= 0:
                 ptx.store_relaxed(hidden + (Int64(route) * self.inner + neuron) * 2, pairs)
-        # A warp that takes down jobs must know that the slots' gate/up tiles have landed: barriers
-        # tell only phases apart that are next to each other.
-        if tiles > 0:
-            turn = Uint32(tiles - 1)
-            ptx.barrier_wait(
-                self.summed(shared, Int32(turn & Uint32(1))), (turn >> Uint32(1)) & Uint32(1)
-            )
-        if server == 0:
-            for stage in cutlass.range(tiles + self.stages, num_stages, unroll=1):
-                uses = Uint32((stage - tiles) // self.stages)
-                parity = (uses & Uint32(1)) ^ Uint32(1)
-                ptx.barrier_wait(self.empty(shared, stage % self.stages), parity)
+
+    @cute.jit
+    def copy(self, shared, copies):
+        """The copying warp: starts the copies of all stages, as slots and the window let it."""
+        tiles = copies[3][1]
+        for stage in cutlass.range(self.count_stages(copies[3]), unroll=1):
+            if stage >= self.stages:
+                before = stage - self.stages
+                if before < tiles:
+                    self.await_use(self.taken, shared, before % self.stages, before)
+                else:
+                    self.await_use(self.empty, shared, before % self.stages, before - tiles)
+            if stage >= self.window:
+                landed = stage - self.window
+                self.await_use(self.full, shared, landed % self.stages, landed)
+            if stage < tiles:
+                self.copy_tile(shared, copies, stage)
+            else:
                 self.copy_jobs(shared, copies, stage)
+
+    def await_use(self, barrier, shared, slot, stages):
+        """Waits at a slot's barrier for a use that so many stages came before."""
+        phase = Uint32(stages // self.stages) & Uint32(1)
+        ptx.barrier_wait(barrier(shared, slot), phase)
 
     def count_stages(self, share):
         """How often the block fills a slot of the ring."""
@@ -544,19 +551,12 @@ class DecodeKernel(Kernel):
     def down(self, shared, units, hidden, rows, share, warp):
         """A warp's share of the down jobs: every `takers`-th.
 
-        The first service warp is one of the takers where no slot is left to be refilled, else it
-        takes none. The hidden values of the next job are on their way while the sums of this one
-        are stored.
+        The hidden values of the next job are on their way while the sums of this one are stored.
         """
         _, tiles, first_row, num_rows, jobs = share
-        lane = cute.arch.lane_idx()
         columns = zeros(self.batch_chunks * 8, Uint32)
         slot_jobs, job_rows = self.slot_jobs(num_rows), self.job_rows(num_rows)
-        takers, job = Int32(self.warps + 2), warp
-        if self.count_stages(share) > tiles + self.stages:
-            takers, job = Int32(self.warps + 1), cutlass.min(warp, self.warps)
-            if warp == self.warps:
-                jobs = Int32(0)
+        takers, job = self.warps + 1, warp
         slot, phase = tiles % self.stages, Uint32(tiles // self.stages) & Uint32(1)
         row, route, source = Int32(0), Int32(-1), hidden
         if job < jobs:
@@ -591,9 +591,7 @@ class DecodeKernel(Kernel):
                 if job_rows == 2:
                     self.store_sums(shared, rows, more, route, row + 1, first_row)
                 row, route = next_row, next_route
-            cute.arch.sync_warp()
-            if ptx.arrives(lane) & (warp != self.warps):
-                ptx.barrier_arrive(self.empty(shared, slot))
+            ptx.barrier_arrive_warp(self.empty(shared, slot))
             slot, phase = self.advance(slot, phase)
 
     @cute.jit
@@ -767,6 +765,7 @@ REPRESENTATIVES = {
         max_tokens=max_tokens,
         num_blocks=132,
         stages=5,
+        window=2,
         beta=4.0,
         linear_beta=25.0,
         weighted=True,
