@@ -14,8 +14,9 @@ from k3jax.runtime.workspace import ARRIVALS_WORD, EPOCH_WORD, PREVIOUS_WORD
 WEIGHED_LOADS = 8
 """Most loads of 16 bytes of experts' rows that a lane has in flight."""
 
-HEADER = 0
-"""The shared-memory barrier that says that the header is there."""
+HEADER, SQUARES, SUMS = 0, 1, 2
+"""Shared-memory barriers of a block: the header, sums of squares, sums are there; those of weights
+follow."""
 
 
 class Exchange(Mailboxes):

@@ -73,12 +73,10 @@ from k3jax.ops.tail.geometry import (
     TILE_ROWS,
     kernel_facts,
 )
-from k3jax.ops.tail.kernel_exchange import Exchange, add_pairs, scaled
+from k3jax.ops.tail.kernel_exchange import SQUARES, SUMS, add_pairs, scaled
+from k3jax.ops.tail.kernel_weights import Weights
 from k3jax.runtime.program import Kernel
 from k3jax.runtime.workspace import EPOCH_WORD, RANK_WORD, SLOTS
-
-SQUARES, SUMS = 1, 2
-"""Shared-memory barriers of a block after that of the header; those of weights follow."""
 
 POLLED_LOADS = 8
 """Most loads of 16 bytes that a lane has in flight while it polls partial latents."""
@@ -87,7 +85,7 @@ STAGED_LOADS = 4
 
 
 @dataclass(frozen=True)
-class TailKernel(Exchange, Kernel):
+class TailKernel(Weights, Kernel):
     """y = r(r(n W^T) + s), exchanged through mailboxes; `TailGeometry` holds the static facts."""
 
     parameters = (
@@ -211,8 +209,6 @@ class TailKernel(Exchange, Kernel):
         else:
             cute.arch.sync_threads()
 
-    # ---- weights ------------------------------------------------------------------------------
-
     @cute.jit
     def make_barriers(self, smem: Uint32):
         """Initialises the block's barriers, which other blocks use too."""
@@ -221,121 +217,6 @@ class TailKernel(Exchange, Kernel):
                 ptx.barrier_init(self.barrier(smem, barrier), 1)
             words.fence_barrier_init()
         cute.arch.sync_threads()
-
-    @cute.jit
-    def fetch_weights(self, up_proj: Int64, own: Int64, stride: Int32, smem: Uint32):
-        """The last warps start the copies of the block's rows into shared memory.
-
-        They take turns, so that tiles land in order.
-        """
-        lane = cute.arch.thread_idx()[0] - (self.threads - self.fetching_threads)
-        if lane >= 0:
-            width = self.kept_width
-            for tile in cutlass.range(lane, self.tiles, self.fetching_threads):
-                ptx.barrier_expect(self.landed(tile, smem), Int32(TILE_ROWS * width))
-            rank = Int32(0)
-            if stride != 0:  # else no copy need wait for the header
-                rank = Int32(words.load_peer_word(own, RANK_WORD * 4))
-            policy = ptx.evict_first_policy()
-            source = self.slice_of_row(up_proj, rank * stride)
-            turn = lane % 32 * self.fetching_warps + lane // 32
-            if cutlass.const_expr(self.streams):
-                self.stream_tiles(source, turn, policy, smem)
-            else:
-                for row in cutlass.range(turn, self.rows, self.fetching_threads):
-                    self.fetch_row(source, row // TILE_ROWS, row % TILE_ROWS, policy, smem)
-
-    @cute.jit
-    def stream_tiles(self, source: Int64, turn: Int32, policy, smem: Uint32):
-        """Copies of tile after tile, `window` of them on their way at a time."""
-        for tile in cutlass.range(self.tiles):
-            if tile >= self.window:
-                self.wait_for_weights(tile - self.window, smem)
-            if tile >= self.slots:
-                ptx.barrier_wait(self.freed(tile - self.slots, smem), Uint32(0))
-            if turn < TILE_ROWS:
-                self.fetch_row(source, tile, turn, policy, smem)
-
-    @cute.jit
-    def fetch_row(self, source: Int64, tile: Int32, row: Int32, policy, smem: Uint32):
-        """Starts the copy of a row of a tile."""
-        at = source + Int64(tile * TILE_ROWS + row) * (self.latent_size * 2)
-        barrier = self.landed(tile, smem)
-        target = self.weight_row(tile, row, smem)
-        ptx.bulk_copy(target, at, Int32(self.kept_width), barrier, policy)
-
-    @cute.jit
-    def weight_row(self, tile: Int32, row: Int32, smem: Uint32) -> Uint32:
-        """A row of a tile in shared memory."""
-        start = smem + Uint32(self.parts[2])
-        if cutlass.const_expr(self.streams):
-            slot = cutlass.select_(tile < self.slots, tile, tile - self.slots)
-            place = slot * (TILE_ROWS // 2) + row // 2
-            return start + Uint32(place * self.kept_width + row % 2 * self.odd_rows)
-        return start + Uint32((tile * TILE_ROWS + row) * self.weight_bytes)
-
-    @cute.jit
-    def landed(self, tile: Int32, smem: Uint32) -> Uint32:
-        """The barrier that says that a tile's weights are there."""
-        return self.barrier(smem, SUMS + self.sum_barriers + tile)
-
-    @cute.jit
-    def freed(self, tile: Int32, smem: Uint32) -> Uint32:
-        """The barrier that says that a tile's place may be taken."""
-        return self.landed(self.tiles + tile, smem)
-
-    @cute.jit
-    def slice_of_row(self, up_proj: Int64, first_row: Int32) -> Int64:
-        """Address of the block's slice of its cluster's first row."""
-        block, _, _ = cute.arch.block_idx()
-        row = first_row + (block // self.k_blocks) * self.rows
-        return up_proj + (Int64(row) * self.latent_size + block % self.k_blocks * self.k_width) * 2
-
-    @cute.jit
-    def wait_for_weights(self, tile: Int32, smem: Uint32):
-        """Returns once the copies of a tile's rows have landed."""
-        ptx.barrier_wait(self.landed(tile, smem), Uint32(0))
-
-    @cute.jit
-    def load_weights(self, up_proj: Int64, first_row: Int32):
-        """Issues a lane's loads of the steps that shared memory does not hold."""
-        thread, _, _ = cute.arch.thread_idx()
-        row = thread // 32 * TILE_ROWS + thread % 32 // 4
-        address = self.slice_of_row(up_proj, first_row) + Int64(row) * (self.latent_size * 2)
-        held = []
-        for step in cutlass.range_constexpr(self.kept_steps, self.steps):
-            at = address + step * STEP * 2 + thread % 4 * 16
-            held.append((words.load_weights(at), words.load_weights(at + 16 * self.latent_size)))
-        return held
-
-    @cute.jit
-    def read_weights(self, kept: cute.Tensor, smem: Uint32):
-        """A lane's weights of all steps, out of shared memory."""
-        for step in cutlass.range_constexpr(self.steps):
-            above, below = self.kept_weights(step, smem)
-            for i in cutlass.range_constexpr(4):
-                kept[8 * step + i], kept[8 * step + 4 + i] = above[i], below[i]
-
-    @cute.jit
-    def kept_weights(self, step: cutlass.Constexpr, smem: Uint32):
-        """A lane's 16 bytes of rows g and g + 8 for one step, out of shared memory."""
-        thread, _, _ = cute.arch.thread_idx()
-        warp, lane = thread // 32, thread % 32
-        step = warp % self.k_parts * self.steps + step
-        at = self.weight_row(warp // self.k_parts, lane // 4, smem)
-        at = at + Uint32(step * (STEP * 2) + lane % 4 * 16)
-        return ptx.load_shared_4(at), ptx.load_shared_4(at + Uint32(self.eight_rows))
-
-    @cute.jit
-    def step_weights(self, held: cutlass.Constexpr, kept, step: cutlass.Constexpr, smem: Uint32):
-        """The same from where they are: `held` are the last steps, `kept` all if `reads_all`."""
-        if cutlass.const_expr(self.reads_all):
-            return [kept[8 * step + i] for i in range(4)], [
-                kept[8 * step + 4 + i] for i in range(4)
-            ]
-        if cutlass.const_expr(step >= self.kept_steps):
-            return held[step - self.kept_steps]
-        return self.kept_weights(step, smem)
 
     @cute.jit
     def load_gain(self, gain: Int64):
@@ -577,16 +458,10 @@ class TailKernel(Exchange, Kernel):
             above, below = self.step_weights(held, kept, step, smem)
             for n in cutlass.range_constexpr(tiles):
                 x = ptx.load_shared_4(places[n] + Uint32(step * STEP * 2))
-                for half in cutlass.range_constexpr(2):
-                    i, j = 2 * half, 2 * half + 1
-                    a = (above[i], below[i], above[j], below[j])
-                    chain = half % width
-                    chains[n][chain] = ptx.multiply_add(a, (x[i], x[j]), chains[n][chain])
+                multiply_step(above, below, x, chains[n])
         place = part * self.rows + tile * TILE_ROWS + lane // 4
         for n in cutlass.range_constexpr(tiles):
-            total = chains[n][0]
-            if cutlass.const_expr(width == 2):
-                total = [a + b for a, b in zip(*chains[n], strict=True)]
+            total = add_chains(chains[n])
             for i in cutlass.range_constexpr(2):
                 token = first + 8 * n + lane % 4 * 2 + i
                 if token < count:
@@ -629,15 +504,9 @@ class TailKernel(Exchange, Kernel):
             for n in cutlass.range_constexpr(number):
                 above = ptx.load_shared_4(starts[n] + Uint32(step * STEP * 2))
                 below = ptx.load_shared_4(starts[n] + Uint32(step * STEP * 2 + self.eight_rows))
-                for half in cutlass.range_constexpr(2):
-                    i, j = 2 * half, 2 * half + 1
-                    a = (above[i], below[i], above[j], below[j])
-                    chain = half % width
-                    chains[n][chain] = ptx.multiply_add(a, (x[i], x[j]), chains[n][chain])
+                multiply_step(above, below, x, chains[n])
         for n in cutlass.range_constexpr(number):
-            total = chains[n][0]
-            if cutlass.const_expr(width == 2):
-                total = [a + b for a, b in zip(*chains[n], strict=True)]
+            total = add_chains(chains[n])
             for i in cutlass.range_constexpr(2):
                 token = lane % 4 * 2 + i
                 if token < count:
@@ -760,6 +629,20 @@ class TailKernel(Exchange, Kernel):
             quad = [cute.arch.shuffle_sync(word, lane // 4 * 4 + i) for i in range(4)]
             if here & (lane % 4 == 0):
                 self.send_to_all(smem, rank, at, quad)
+
+
+def multiply_step(above, below, tokens, chains):
+    """The two products of a step, each added to one of one or two chains of dependent products."""
+    for half in range(2):
+        i, j = 2 * half, 2 * half + 1
+        weights = above[i], below[i], above[j], below[j]
+        chain = half % len(chains)
+        chains[chain] = ptx.multiply_add(weights, (tokens[i], tokens[j]), chains[chain])
+
+
+def add_chains(chains):
+    """A lane's four sums."""
+    return [a + b for a, b in zip(*chains, strict=True)] if len(chains) == 2 else chains[0]
 
 
 def _k3(ranks: int, num_tokens: int, experts: int = 0, **options) -> TailKernel:
