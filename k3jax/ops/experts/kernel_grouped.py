@@ -86,8 +86,8 @@ WIDE = Shape(4, (8, 16, 24, 32, 40, 48, 64, 80), 80, 104, 64)
 RECORD_BYTES = 16
 """A unit in the table: expert, first place among the sorted routes, routes, nothing."""
 
-_GATHER_WARPS = 3
-_GATHER_ROWS = 32 * _GATHER_WARPS // wgmma.PIECES
+GATHER_WARPS = 3
+GATHER_ROWS = 32 * GATHER_WARPS // wgmma.PIECES
 """Rows that the gathering warps copy a piece of at once."""
 
 
@@ -97,7 +97,62 @@ def header_bytes(widths: tuple[int, ...]) -> int:
 
 
 @dataclass(frozen=True)
-class GroupedKernel(Kernel):
+class GroupedProduct(Kernel):
+    """What both kernels of a grouped product have: their warps, and tiles of operands.
+
+    Attributes:
+        num_tiles: row tiles of an expert's matrix.
+        depth: K, a multiple of 64.
+        num_blocks: grid.
+        shape: how a block divides its registers.
+    """
+
+    num_tiles: int
+    depth: int
+    num_blocks: int
+    shape: Shape
+
+    architectures = ("sm_90a",)
+    min_blocks = 1
+
+    @property
+    def threads(self) -> int:
+        """Compute warps, one that copies, and those that gather."""
+        return 32 * (self.compute_warps + 1 + GATHER_WARPS)
+
+    @property
+    def compute_warps(self) -> int:
+        """Warps that dequantise and multiply, a row tile each."""
+        return 4 * self.shape.warpgroups
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns that units are computed with."""
+        return self.shape.widths
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Blocks of a launch."""
+        return self.num_blocks, 1, 1
+
+    @property
+    def chunks(self) -> int:
+        """Times 64 of K."""
+        return self.depth // CHUNK
+
+    @property
+    def tile_bytes(self) -> int:
+        """A row tile of the packed weights."""
+        return self.chunks * CHUNK_BYTES
+
+    @property
+    def column_tile_bytes(self) -> int:
+        """A chunk of tokens or hidden values."""
+        return self.widths[-1] * wgmma.ROW_BYTES
+
+
+@dataclass(frozen=True)
+class GroupedKernel(GroupedProduct):
     """out[place] = unit's rows times one of the expert's matrices, both products of the experts.
 
     Attributes:
@@ -114,11 +169,7 @@ class GroupedKernel(Kernel):
     """
 
     down: bool
-    num_tiles: int
-    depth: int
     top_k: int
-    num_blocks: int
-    shape: Shape
     stages: int
     beta: float
     linear_beta: float | None
@@ -130,28 +181,6 @@ class GroupedKernel(Kernel):
         ("units", "address"),
         ("out", "address"),
     )
-    architectures = ("sm_90a",)
-    min_blocks = 1
-
-    @property
-    def threads(self) -> int:
-        """Compute warps, one that copies, and those that gather."""
-        return 32 * (self.compute_warps + 1 + _GATHER_WARPS)
-
-    @property
-    def compute_warps(self) -> int:
-        """Warps that dequantise and multiply, and row tiles of an item."""
-        return 4 * self.shape.warpgroups
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Columns that units are computed with."""
-        return self.shape.widths
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """Blocks of a launch."""
-        return self.num_blocks, 1, 1
 
     @property
     def parts(self) -> int:
@@ -159,24 +188,9 @@ class GroupedKernel(Kernel):
         return -(-self.num_tiles // self.compute_warps)
 
     @property
-    def chunks(self) -> int:
-        """Times 64 of K of an item."""
-        return self.depth // CHUNK
-
-    @property
     def groups(self) -> tuple[int, ...]:
         """Chunks of each stage of an item."""
         return chunk_groups(self.chunks)
-
-    @property
-    def tile_bytes(self) -> int:
-        """A row tile of the packed weights."""
-        return self.chunks * CHUNK_BYTES
-
-    @property
-    def column_tile_bytes(self) -> int:
-        """A chunk of tokens."""
-        return self.widths[-1] * wgmma.ROW_BYTES
 
     @property
     def weights_offset(self) -> int:
@@ -241,7 +255,7 @@ class GroupedKernel(Kernel):
     def init_barriers(self, shared: Uint32):
         """Stages full and empty."""
         for slot in cutlass.range_constexpr(self.stages):
-            ptx.barrier_init(self.full(shared, slot), 1 + 32 * _GATHER_WARPS)
+            ptx.barrier_init(self.full(shared, slot), 1 + 32 * GATHER_WARPS)
             ptx.barrier_init_warps(self.empty(shared, slot), self.compute_warps)
         cute.arch.mbarrier_init_fence()
 
@@ -340,7 +354,7 @@ class GroupedKernel(Kernel):
         """The gathering warps: a thread copies one piece of every 12th row of the unit."""
         block, _, _ = cute.arch.block_idx()
         first_row, piece = self.gather_place()
-        steps = -(-self.widths[-1] // _GATHER_ROWS)
+        steps = -(-self.widths[-1] // GATHER_ROWS)
         offsets = cute.make_rmem_tensor((steps,), Int32)
         ring = cute.make_rmem_tensor((3,), Int32)  # slot, parity, whether the last is unannounced
         for index in cutlass.range_constexpr(3):
@@ -349,7 +363,7 @@ class GroupedKernel(Kernel):
         for item in cutlass.range(block, num_items, self.num_blocks):
             _, first, count = self.record(units, item)
             for step in cutlass.range_constexpr(steps):
-                row = first_row + step * _GATHER_ROWS
+                row = first_row + step * GATHER_ROWS
                 offsets[step] = self.row_offset(order, first, row, count)
                 if cutlass.const_expr(self.down):
                     self.keep_route(self.unit_of(shared, slot), order, first, row, count)
@@ -425,7 +439,7 @@ class GroupedKernel(Kernel):
         first_row, piece = self.gather_place()
         for step in cutlass.range_constexpr(offsets.shape[0]):
             if offsets[step] >= 0:
-                place = wgmma.swizzled_piece(first_row + step * _GATHER_ROWS, piece)
+                place = wgmma.swizzled_piece(first_row + step * GATHER_ROWS, piece)
                 target, row = tile + Uint32(place), source + Int64(offsets[step])
                 for chunk in cutlass.range_constexpr(size):
                     wgmma.copy_piece(

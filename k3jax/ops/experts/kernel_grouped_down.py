@@ -34,15 +34,16 @@ from k3jax.ops import kernel_ptx as ptx
 from k3jax.ops.experts import kernel_wgmma as wgmma
 from k3jax.ops.experts.kernel_chunks import zeros
 from k3jax.ops.experts.kernel_grouped import (
+    GATHER_ROWS,
+    GATHER_WARPS,
     NARROW,
     RECORD_BYTES,
     WIDE,
-    Shape,
+    GroupedProduct,
     header_bytes,
     multiply_chunks,
 )
-from k3jax.ops.experts.packing import CHUNK, CHUNK_BYTES, ROW_TILE, chunk_groups
-from k3jax.runtime.program import Kernel
+from k3jax.ops.experts.packing import CHUNK_BYTES, ROW_TILE, chunk_groups
 
 QUAD = 4
 """Row tiles that a warpgroup multiplies at once, one a warp."""
@@ -53,12 +54,9 @@ BUFFERS = 2
 _ITEM_BYTES = 16
 """An item in shared memory: number of its width, first quad, quads, nothing."""
 
-_GATHER_WARPS = 3
-_GATHER_ROWS = 32 * _GATHER_WARPS // wgmma.PIECES
-
 
 @dataclass(frozen=True)
-class DownKernel(Kernel):
+class DownKernel(GroupedProduct):
     """rows[route] = hidden values of the route times its expert's matrix.
 
     Attributes:
@@ -69,10 +67,6 @@ class DownKernel(Kernel):
         rounds: quads of each warpgroup whose weights are in shared memory.
     """
 
-    num_tiles: int
-    depth: int
-    num_blocks: int
-    shape: Shape
     rounds: int
 
     parameters = (
@@ -82,43 +76,11 @@ class DownKernel(Kernel):
         ("units", "address"),
         ("rows", "address"),
     )
-    architectures = ("sm_90a",)
-    min_blocks = 1
-
-    @property
-    def compute_warps(self) -> int:
-        """Warps that dequantise and multiply."""
-        return 4 * self.shape.warpgroups
-
-    @property
-    def threads(self) -> int:
-        """Compute warps, one that copies, and those that gather."""
-        return 32 * (self.compute_warps + 1 + _GATHER_WARPS)
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Columns that units are computed with."""
-        return self.shape.widths
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """Blocks of a launch."""
-        return self.num_blocks, 1, 1
 
     @property
     def quads(self) -> int:
         """Quads of a unit."""
         return self.num_tiles // QUAD
-
-    @property
-    def chunks(self) -> int:
-        """Times 64 of K."""
-        return self.depth // CHUNK
-
-    @property
-    def tile_bytes(self) -> int:
-        """A row tile of the packed weights."""
-        return self.chunks * CHUNK_BYTES
 
     @property
     def slots(self) -> int:
@@ -132,11 +94,6 @@ class DownKernel(Kernel):
     def slot_bytes(self) -> int:
         """A quad's weights, and later its columns."""
         return max(QUAD * self.tile_bytes, self.widths[-1] * QUAD_BYTES)
-
-    @property
-    def column_tile_bytes(self) -> int:
-        """A chunk of hidden values."""
-        return self.widths[-1] * wgmma.ROW_BYTES
 
     @property
     def buffer_bytes(self) -> int:
@@ -199,7 +156,7 @@ class DownKernel(Kernel):
             ptx.barrier_init(self.full(shared, slot), 1)
             ptx.barrier_init_warps(self.empty(shared, slot), QUAD)
         for buffer in cutlass.range_constexpr(self.slots, self.slots + BUFFERS):
-            ptx.barrier_init(self.full(shared, buffer), 32 * _GATHER_WARPS)
+            ptx.barrier_init(self.full(shared, buffer), 32 * GATHER_WARPS)
             ptx.barrier_init_warps(self.empty(shared, buffer), self.compute_warps)
         cute.arch.mbarrier_init_fence()
 
@@ -300,7 +257,7 @@ class DownKernel(Kernel):
             first, count = Int32(first), Int32(count)
             buffer = self.wait_buffer(shared, index)
             tile = shared + Uint32(buffer * self.buffer_bytes)
-            for row in cutlass.range(first_row, count, _GATHER_ROWS, unroll=1):
+            for row in cutlass.range(first_row, count, GATHER_ROWS, unroll=1):
                 target = tile + Uint32(wgmma.swizzled_piece(row, piece))
                 source = hidden + Int64(first + row) * (2 * self.depth) + Int64(piece * 16)
                 for chunk in cutlass.range_constexpr(self.chunks):
@@ -333,7 +290,7 @@ class DownKernel(Kernel):
     @cute.jit
     def keep_routes(self, item: Uint32, order, member, first, count):
         """Keeps the routes of the item's columns for the compute warps, -1 where there is none."""
-        for column in cutlass.range(member, self.widths[-1], 32 * _GATHER_WARPS, unroll=1):
+        for column in cutlass.range(member, self.widths[-1], 32 * GATHER_WARPS, unroll=1):
             route = Int32(-1)
             if column < count:
                 route = ptx.load_global(order + Int64(first + column) * 4)
