@@ -97,7 +97,7 @@ def header_bytes(widths: tuple[int, ...]) -> int:
 
 
 @dataclass(frozen=True)
-class GroupedProduct(Kernel):
+class GroupedProduct:
     """What both kernels of a grouped product have: their warps, and tiles of operands.
 
     Attributes:
@@ -152,7 +152,7 @@ class GroupedProduct(Kernel):
 
 
 @dataclass(frozen=True)
-class GroupedKernel(GroupedProduct):
+class GroupedKernel(GroupedProduct, Kernel):
     """out[place] = unit's rows times one of the expert's matrices, both products of the experts.
 
     Attributes:

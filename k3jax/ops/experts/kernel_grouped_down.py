@@ -44,6 +44,7 @@ from k3jax.ops.experts.kernel_grouped import (
     multiply_chunks,
 )
 from k3jax.ops.experts.packing import CHUNK_BYTES, ROW_TILE, chunk_groups
+from k3jax.runtime.program import Kernel
 
 QUAD = 4
 """Row tiles that a warpgroup multiplies at once, one a warp."""
@@ -56,7 +57,7 @@ _ITEM_BYTES = 16
 
 
 @dataclass(frozen=True)
-class DownKernel(GroupedProduct):
+class DownKernel(GroupedProduct, Kernel):
     """rows[route] = hidden values of the route times its expert's matrix.
 
     Attributes:
